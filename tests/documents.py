@@ -35,8 +35,8 @@ def code_blocks(document: Path, *languages: str) -> list[CodeBlock]:
     """Return the blocks of a document in order, those of ``languages`` if any are given."""
     text = document.read_text()
     blocks = [
-        CodeBlock(document, text[: found.start()].count("\n") + 1, found[2], found[3])
-        for found in _FENCE.finditer(text)
+        CodeBlock(document, text[: fence.start()].count("\n") + 1, fence[2], fence[3])
+        for fence in _FENCE.finditer(text)
     ]
     return [block for block in blocks if not languages or block.language in languages]
 
@@ -63,13 +63,13 @@ def shell_lines(block: CodeBlock) -> Iterator[str]:
 def commands(line: str) -> list[list[str]]:
     """Return the words of each command of a line, without the variables that are set before it."""
     words = shlex.split(_SUBSTITUTION.sub("SUBSTITUTED", line), comments=True)
-    found: list[list[str]] = [[]]
+    commands: list[list[str]] = [[]]
     for word in words:
         if word in _END_OF_COMMAND:
-            found.append([])
-        elif found[-1] or not re.match(r"[A-Z_]+=", word):
-            found[-1].append(word)
-    return [command for command in found if command]
+            commands.append([])
+        elif commands[-1] or not re.match(r"[A-Z_]+=", word):
+            commands[-1].append(word)
+    return [command for command in commands if command]
 
 
 def table_below(document: Path, heading: str) -> list[list[str]]:

@@ -31,12 +31,12 @@ def markdown_files() -> list[Path]:
 def dead(text: str) -> list[str]:
     """Return the paths and modules in a text that do not exist."""
     paths = {path for path in PATH.findall(text) if not path.startswith(WRITTEN_LATER)}
-    found = {path for path in paths if not (ROOT / path).exists() and not (ROOT / f"{path}.py").exists()}
+    missing = {path for path in paths if not (ROOT / path).exists() and not (ROOT / f"{path}.py").exists()}
     for module in {module for pattern in MODULES for module in pattern.findall(text)}:
         path = ROOT / module.replace(".", "/")
         if not path.with_suffix(".py").exists() and not path.is_dir():
-            found.add(module)
-    return sorted(found)
+            missing.add(module)
+    return sorted(missing)
 
 
 def test_what_does_not_exist_is_found() -> None:
@@ -76,12 +76,12 @@ def test_the_architecture_page_names_classes_and_methods_that_exist() -> None:
 def test_yaml_files_and_build_files_name_what_exists() -> None:
     files = [ROOT / name for name in ("serve_config.yaml", "Makefile", "pyproject.toml", ".ci/run", "k8s/Dockerfile")]
     files += (ROOT / "k8s").rglob("*.yaml")
-    assert not {path.name: found for path in files if (found := dead(path.read_text()))}
+    assert not {path.name: missing for path in files if (missing := dead(path.read_text()))}
 
 
 def test_docstrings_and_comments_name_what_exists() -> None:
     files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
-    found = {}
+    missing = {}
     for path in sorted(files):
         text = path.read_text()
         docstrings = (
@@ -91,5 +91,5 @@ def test_docstrings_and_comments_name_what_exists() -> None:
         )
         comments = re.findall(r"#.*", text)
         if paths := dead("\n".join([*docstrings, *comments])):
-            found[str(path.relative_to(ROOT))] = paths
-    assert not found
+            missing[str(path.relative_to(ROOT))] = paths
+    assert not missing

@@ -43,11 +43,11 @@ def test_events_are_counted_however_the_bytes_are_cut(size: int) -> None:
     data = HEAD + 5 * CHUNK + END
     answer = Answer(streamed=True)
     ends = [0, *range(size, len(data), size), len(data)]
-    found = []
+    seen = []
     for start, end in pairwise(ends):
         assert not answer.is_done
-        found.append(answer.feed(data[start:end]))
-    assert (sum(found), answer.num_events, answer.is_done, answer.is_failed) == (5, 5, True, False)
+        seen.append(answer.feed(data[start:end]))
+    assert (sum(seen), answer.num_events, answer.is_done, answer.is_failed) == (5, 5, True, False)
 
 
 def test_a_whole_answer_is_one_event_at_its_end() -> None:
@@ -160,16 +160,16 @@ def test_samples_are_weighed_by_the_cpu_time_of_their_thread() -> None:
         "thread (1): Main;run (asyncio/runners.py:7);send (uvicorn/protocols/http/h.py:8) 10",
         "thread (2);wait (threading.py:3) 40",
     ]
-    found = summarize_samples(stacks, {1: 3.0, 2: 0.5, 3: 0.5}, us=40.0)
-    assert {module.name: module.us for module in found.modules} == {
+    summary = summarize_samples(stacks, {1: 3.0, 2: 0.5, 3: 0.5}, us=40.0)
+    assert {module.name: module.us for module in summary.modules} == {
         "deployments/api/sse": 22.5,
         "uvicorn": 7.5,
         "standard library": 5.0,
         "threads without Python frames": 5.0,
     }
-    assert found.functions[0].name == "dumps (json/__init__.py)"
-    assert (found.functions[0].share, found.samples) == (0.5625, 80)
-    assert "22.50  56.2  deployments/api/sse" in found.table()
+    assert summary.functions[0].name == "dumps (json/__init__.py)"
+    assert (summary.functions[0].share, summary.samples) == (0.5625, 80)
+    assert "22.50  56.2  deployments/api/sse" in summary.table()
 
 
 # --- the engine that computes nothing ---------------------------------------------------------------------------
@@ -218,9 +218,9 @@ def test_a_delay_is_the_gap_without_the_work_of_the_thread(tmp_path: Path, monke
 
 
 def test_the_part_of_a_delay_without_a_processor_is_subtracted() -> None:
-    found = delays_of("x", ["100.0 40.0", "300.0 300.0", "-5.0 0.0"])
-    assert (found.mean, found.p50, found.largest) == (133.3, 100.0, 300.0)
-    assert (found.waiting_mean, found.waiting_p99) == (20.0, 60.0)
+    delays = delays_of("x", ["100.0 40.0", "300.0 300.0", "-5.0 0.0"])
+    assert (delays.mean, delays.p50, delays.largest) == (133.3, 100.0, 300.0)
+    assert (delays.waiting_mean, delays.waiting_p99) == (20.0, 60.0)
     with pytest.raises(ValueError, match="run it for longer"):
         delays_of("x", [])
 

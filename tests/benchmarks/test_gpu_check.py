@@ -293,12 +293,12 @@ def test_a_kernels_group(name: str, range: str | None, group: str) -> None:
 
 def test_the_table_sums_times_by_group_and_counts_overlaps_once() -> None:
     kernels = [KernelTime("gemm", 0, 2000), KernelTime("gemm", 1000, 3000), KernelTime("Memcpy", 5000, 6000)]
-    found = table(kernels, num_steps=2)
-    assert found["groups"] == {
+    rows = table(kernels, num_steps=2)
+    assert rows["groups"] == {
         "linear": {"milliseconds": 2.0, "launches": 1.0},
         "copies": {"milliseconds": 0.5, "launches": 0.5},
     }
-    assert [item["name"] for item in found["kernels"]] == ["gemm", "Memcpy"]
+    assert [item["name"] for item in rows["kernels"]] == ["gemm", "Memcpy"]
     assert busy_us(kernels) == 4000
 
 

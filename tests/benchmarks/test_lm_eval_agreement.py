@@ -14,11 +14,11 @@ def scored(*scores: list[float]) -> dict[str, Any]:
 
 
 def test_items_have_their_answer_among_the_choices() -> None:
-    found = items(20)
-    assert found == items(20)
-    assert len({item["question"] for item in found}) == 20
-    assert all(len(set(item["choices"])) == NUM_CHOICES for item in found)
-    assert {item["label"] for item in found} == set(range(NUM_CHOICES))
+    chosen = items(20)
+    assert chosen == items(20)
+    assert len({item["question"] for item in chosen}) == 20
+    assert all(len(set(item["choices"])) == NUM_CHOICES for item in chosen)
+    assert {item["label"] for item in chosen} == set(range(NUM_CHOICES))
 
 
 def test_answers_are_compared_exactly() -> None:
@@ -28,5 +28,5 @@ def test_answers_are_compared_exactly() -> None:
 
 
 def test_choices_are_compared_by_their_scores() -> None:
-    found = compare_choices(scored([-1.0, -2.0], [-3.0, -4.0]), scored([-1.0, -2.5], [-5.0, -4.0]))
-    assert (found["items"], found["same_choice"], found["largest_difference"]) == (2, 1, 2.0)
+    comparison = compare_choices(scored([-1.0, -2.0], [-3.0, -4.0]), scored([-1.0, -2.5], [-5.0, -4.0]))
+    assert (comparison["items"], comparison["same_choice"], comparison["largest_difference"]) == (2, 1, 2.0)

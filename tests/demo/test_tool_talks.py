@@ -36,12 +36,12 @@ def talks(corpus: Corpus, tools: ToolCorpus) -> list[ToolTalk]:
 
 def calls(talk: ToolTalk) -> list[tuple[str, dict[str, str], str, str]]:
     """Name, arguments, result and answer of each call."""
-    found = []
+    talks = []
     for i, message in enumerate(talk.messages):
         for call in message.get("tool_calls", ()):
             function, (result, answer) = call["function"], talk.messages[i + 1 : i + 3]
-            found.append((function["name"], function["arguments"], result["content"], answer["content"]))
-    return found
+            talks.append((function["name"], function["arguments"], result["content"], answer["content"]))
+    return talks
 
 
 def test_each_call_is_of_an_offered_tool_and_its_answer_has_the_result(talks: list[ToolTalk]) -> None:

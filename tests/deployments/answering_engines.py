@@ -24,8 +24,8 @@ class AnsweringEngines(FakeEngines):
 def _outputs(request: EngineRequest) -> list[EngineOutput]:
     params = request.params
     if params.beam_width is not None:
-        one = EngineOutput("id", 0, list(TOKENS), FinishReason.LENGTH, replica="r1")
-        return [replace(one, index=index, is_last=index + 1 == params.n) for index in range(params.n)]
+        answer = EngineOutput("id", 0, list(TOKENS), FinishReason.LENGTH, replica="r1")
+        return [replace(answer, index=index, is_last=index + 1 == params.n) for index in range(params.n)]
     of_prompt: list[TokenLogprobs | None] | None = None
     if params.prompt_logprobs is not None:
         rest = request.prompt_token_ids[1:]
@@ -34,7 +34,7 @@ def _outputs(request: EngineRequest) -> list[EngineOutput]:
     for token_id in TOKENS:
         logprobs = None
         if params.logprobs is not None:
-            listed = {one: Logprob(-9.0, 50) for one in params.logprob_token_ids or ()}
+            listed = {token_id: Logprob(-9.0, 50) for token_id in params.logprob_token_ids or ()}
             logprobs = [_position(token_id, params.logprobs) | listed]
         reason = FinishReason.LENGTH if token_id == TOKENS[-1] else None
         outputs.append(EngineOutput("id", 0, [token_id], reason, logprobs=logprobs, replica="r1"))

@@ -129,5 +129,5 @@ def _as_dict(pairs: Any) -> dict[str, Any]:
 def _value(value: AnyValue) -> Any:
     kind = value.WhichOneof("value")
     if kind == "array_value":
-        return [_value(one) for one in value.array_value.values]
+        return [_value(item) for item in value.array_value.values]
     return getattr(value, str(kind))

@@ -37,9 +37,9 @@ def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> FakeEngines:
     """The engines of every ingress that the test makes."""
-    made = FakeEngines([[output([70]), output([71, 72], "stop", cached=4)]])
-    monkeypatch.setattr("deployments.ingress.Dispatcher", lambda *_, **__: made)
-    return made
+    fakes = FakeEngines([[output([70]), output([71, 72], "stop", cached=4)]])
+    monkeypatch.setattr("deployments.ingress.Dispatcher", lambda *_, **__: fakes)
+    return fakes
 
 
 OpenClient = Callable[..., TestClient]
@@ -84,9 +84,9 @@ def client(open_client: OpenClient) -> TestClient:
 async def peers(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Peers]:
     """Replicas with shadow engines, and started_ingresses, on the channel's sockets."""
     monkeypatch.setattr("deployments.transport.request_channel.replica_connection.PROBE_TIMEOUT_S", HANG_S)
-    made = Peers()
-    yield made
-    await made.close()
+    started = Peers()
+    yield started
+    await started.close()
 
 
 @pytest.fixture

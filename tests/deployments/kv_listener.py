@@ -68,11 +68,11 @@ class Known:
 
 
 def stored(*hashes: int) -> tuple[KVEvent, ...]:
-    return tuple(BlockStored(one) for one in hashes)
+    return tuple(BlockStored(block_hash) for block_hash in hashes)
 
 
 def removed(*hashes: int) -> tuple[KVEvent, ...]:
-    return tuple(BlockRemoved(one) for one in hashes)
+    return tuple(BlockRemoved(block_hash) for block_hash in hashes)
 
 
 CLEARED: tuple[KVEvent, ...] = (AllBlocksCleared(),)

@@ -69,11 +69,11 @@ class Client:
 async def test_five_hundred_clients_leave_no_task_stream_request_or_block(
     peers: Peers, tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[Dispatcher] = []
+    dispatchers: list[Dispatcher] = []
 
     def dispatcher(*args: Any, **options: Any) -> Dispatcher:
-        made.append(Dispatcher(*args, **options))
-        return made[0]
+        dispatchers.append(Dispatcher(*args, **options))
+        return dispatchers[0]
 
     monkeypatch.setattr("deployments.ingress.Dispatcher", dispatcher)
     monkeypatch.setattr("deployments.ingress.RayExporter.start", lambda self: None)
@@ -86,7 +86,7 @@ async def test_five_hundred_clients_leave_no_task_stream_request_or_block(
     view = cluster_view(engines.deployment_name)
     async with app.router.lifespan_context(app):
         view.set_replicas({"r1": {"block_size": 4, **replica.server.address.metadata}})
-        links = made[0]._links
+        links = dispatchers[0]._links
         assert links is not None
         await until_in_loop(lambda: links.ready)
         tasks = asyncio.all_tasks()
@@ -96,9 +96,9 @@ async def test_five_hundred_clients_leave_no_task_stream_request_or_block(
         link = links["r1"]
         await until_in_loop(lambda: not len(link._connection._outbox))
         assert not link._streams
-        assert not made[0]._waiting
-        assert not made[0]._watch._watched
-        assert made[0].queued() == view.queued() == (0, 0)
+        assert not dispatchers[0]._waiting
+        assert not dispatchers[0]._watch._watched
+        assert dispatchers[0].queued() == view.queued() == (0, 0)
     assert sum(count > 2 for count in received) > CLIENTS // 4, "no client read a part of its answer"
 
 

@@ -143,9 +143,9 @@ class Server:
 
         def samples() -> Samples | None:
             running = self.pids("engine").keys() | self.pids("ingress").keys()
-            found = self.metrics()
-            named = {dict(labels).get(kind) for name, labels in found for kind in NAMED_BY if name == NAMED_BY[kind]}
-            return found if named >= running else None
+            reported = self.metrics()
+            named = {dict(labels).get(kind) for name, labels in reported for kind in NAMED_BY if name == NAMED_BY[kind]}
+            return reported if named >= running else None
 
         return until(samples, "all replicas report their metrics") or {}
 

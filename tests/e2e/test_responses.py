@@ -190,7 +190,7 @@ def test_every_ingress_finds_what_another_one_keeps(public_server: Server) -> No
     body = ASKED | ENDLESS["extra_body"] | {"max_output_tokens": 1800, "background": True}
     path = f"/{_send(public_server, 'POST', '', json=body).json()['id']}"
     cancelled = [answer.json() for answer in _send_many(public_server, "POST", f"{path}/cancel")]
-    assert {one["status"] for one in cancelled} == {"cancelled"}
+    assert {response["status"] for response in cancelled} == {"cancelled"}
     assert {answer.json()["status"] for answer in _send_many(public_server, "GET", path)} == {"cancelled"}
     _kill_an_ingress(public_server)
     assert {_send(public_server, "GET", f"/{response['id']}").status_code for response in stored[:-1]} == {200, 404}

@@ -58,8 +58,8 @@ class AnswerChecks:
         """Return the answers, or hypotheses, of an engine that runs nothing else."""
         params, salt = group.params, group.request.cache_key
         if params.uses_beam_search:
-            found = self._runner.search(prompt, params, group.max_total_tokens, salt)
-            return [hypothesis.token_ids for hypothesis in found]
+            hypotheses = self._runner.search(prompt, params, group.max_total_tokens, salt)
+            return [hypothesis.token_ids for hypothesis in hypotheses]
         return [self._draw(prompt, group, index) for index in range(params.num_sequences)]
 
     def _draw(self, prompt: list[int], group: SequenceGroup, index: int) -> list[int]:
@@ -101,17 +101,17 @@ class AnswerChecks:
         """Compare the answers that come at the end: hypotheses of a search, or the best of several."""
         group, outputs = expected.group, expected.held_back
         assert [output.index for output in outputs] == list(range(len(outputs)))
-        has_failed = [one.has_failed for one in group.sequences]
+        has_failed = [sequence.has_failed for sequence in group.sequences]
         if group.beams is not None:
             self._counts["beam searches"] += 1
             wanted = expected.answers[: group.params.n]
             if any(has_failed):  # then the hypotheses found before come
-                found = [hypothesis.token_ids for hypothesis in group.beams.hypotheses[: group.params.n]]
-                wanted = [*found, *[[]] * (group.params.n - len(found))]
+                best_tokens = [hypothesis.token_ids for hypothesis in group.beams.hypotheses[: group.params.n]]
+                wanted = [*best_tokens, *[[]] * (group.params.n - len(best_tokens))]
             assert [output.token_ids for output in outputs] == wanted
         else:
             self._counts["best of several"] += 1
-            answers = [one.output_token_ids for one in group.sequences]
+            answers = [sequence.output_token_ids for sequence in group.sequences]
             for answer, whole, failed in zip(answers, expected.answers, has_failed, strict=True):
                 assert answer == (whole[: len(answer)] if failed else whole)
             scores = [
@@ -134,7 +134,11 @@ class AnswerChecks:
         assert output.prompt_logprobs is not None
         chain = self._runner.ids.chain(expected.salt, expected.prompt)
         wanted = [token_logprob(prefix) for prefix in chain[:-1]]
-        found = [one[token].logprob for one, token in zip(output.prompt_logprobs, expected.prompt, strict=True) if one]
+        logprobs = [
+            position[token].logprob
+            for position, token in zip(output.prompt_logprobs, expected.prompt, strict=True)
+            if position
+        ]
         assert output.prompt_logprobs[0] is None
-        assert found == wanted, "log-probabilities of prompt tokens are missing or come twice"
+        assert logprobs == wanted, "log-probabilities of prompt tokens are missing or come twice"
         self._counts["prompt logprobs"] += 1

@@ -40,7 +40,7 @@ def check_idle(llm: LLM) -> None:
 
 def answers(outputs: list[RequestOutput]) -> list[list[list[int]]]:
     """Each request's answers, as token ids."""
-    return [[one.token_ids for one in output.outputs] for output in outputs]
+    return [[completion.token_ids for completion in output.outputs] for output in outputs]
 
 
 class Activity:
@@ -123,7 +123,7 @@ def oracle_beams(
         logprobs = raw_logprobs(model, prompt + tokens[0])[len(prompt) - 1 : -1]
         return tokens, [float(logprobs.gather(1, torch.tensor(tokens[0])[:, None]).sum())]
     scores = output.sequences_scores.tolist()
-    totals = [score * len(one) ** params.length_penalty for score, one in zip(scores, tokens, strict=True)]
+    totals = [score * len(answer) ** params.length_penalty for score, answer in zip(scores, tokens, strict=True)]
     return tokens, totals
 
 

@@ -139,7 +139,7 @@ class RandomLoad:
             wasted = set(sampling) - set(launched.output.sampling)
             assert len(wasted) == launched.output.num_wasted
             assert not wasted & self._wasted, "two tokens of a sequence that has ended are wasted"
-            self._wasted |= {one for one in wasted if one.is_finished}
+            self._wasted |= {sequence for sequence in wasted if sequence.is_finished}
             assert wasted - self._wasted <= self._resampled, "the token of a sequence that goes on is wasted"
             self.counts["wasted"] += len(wasted)
         return outputs
@@ -164,10 +164,10 @@ class RandomLoad:
         return list(self.requests)[pick % len(self.requests)]
 
     def _unfinished(self) -> list[Sequence]:
-        return [one for expected in self.requests.values() for one in expected.group.unfinished]
+        return [sequence for expected in self.requests.values() for sequence in expected.group.unfinished]
 
     def _num_started(self) -> int:
-        return sum(bool(one.block_table) for one in self._unfinished())
+        return sum(bool(sequence.block_table) for sequence in self._unfinished())
 
     def _streams(self, output: EngineOutput) -> bool:
         return not self.requests[output.request_id].group.outputs_at_end
@@ -201,8 +201,8 @@ class RandomLoad:
         return sampled
 
     def _count_overlap(self, output: SchedulerOutput) -> None:
-        self.counts["steps on pending tokens"] += any(one.num_pending for one in output.sequences)
-        self.counts["waits for a token"] += any(one.awaits_token for one in self.engine.scheduler.running)
+        self.counts["steps on pending tokens"] += any(sequence.num_pending for sequence in output.sequences)
+        self.counts["waits for a token"] += any(sequence.awaits_token for sequence in self.engine.scheduler.running)
         self.counts["waits for blocks"] += output.lacks_blocks
 
     def _resample_on_host(self, output: SchedulerOutput, sampled: SampledTokens) -> None:

@@ -104,7 +104,10 @@ class ShadowRunner:
         self._copy("swap_in", output.swap_in, self.host_slots, self.slots)
         self._copy("copy", output.block_copies, self.slots, self.slots)
         drafts = output.drafts
-        chains = [self.ids.chain(one.cache_key, self.tokens(one) + drafts.get(one, [])) for one in output.sequences]
+        chains = [
+            self.ids.chain(sequence.cache_key, self.tokens(sequence) + drafts.get(sequence, []))
+            for sequence in output.sequences
+        ]
         written: set[int] = set()
         for sequence, count, chain in zip(output.sequences, output.num_new_tokens, chains, strict=True):
             assert count >= 1, "a scheduled sequence has an empty query"
@@ -155,7 +158,9 @@ class ShadowRunner:
             self._check_host_state(sequence)
             prefix = chains[logit_index][end - 1]
             if num_drafted:
-                sampled.after_drafts[sequence] = [next_token(one, sequence.index) for one in chains[logit_index][end:]]
+                sampled.after_drafts[sequence] = [
+                    next_token(token_id, sequence.index) for token_id in chains[logit_index][end:]
+                ]
             if sequence.params.beam_width is None:
                 sampled.token_ids.append(next_token(prefix, sequence.index))
             else:
@@ -163,10 +168,10 @@ class ShadowRunner:
                 sampled.beams[position] = candidates(prefix, num_candidates(sequence.params, sequence.stop_token_ids))
         if any(sequence.params.needs_logprobs for sequence in output.sampling):
             sampled.logprobs = [
-                {token_id: Logprob(token_logprob(chains[logit_index][-1], one.index), 1)}
-                if one.params.needs_logprobs
+                {token_id: Logprob(token_logprob(chains[logit_index][-1], item.index), 1)}
+                if item.params.needs_logprobs
                 else None
-                for one, logit_index, token_id in zip(
+                for item, logit_index, token_id in zip(
                     output.sampling, output.logit_indices, sampled.token_ids, strict=True
                 )
             ]
@@ -183,13 +188,13 @@ class ShadowRunner:
     def _prompt_logprobs(
         self, output: SchedulerOutput, chains: list[list[int]]
     ) -> list[tuple[SequenceGroup, list[TokenLogprobs]]]:
-        found = []
+        hypotheses = []
         for sequence, count, chain in zip(output.sequences, output.num_new_tokens, chains, strict=True):
             start = sequence.num_computed_tokens
             if known := sequence.group.prompt_logprob_positions(start, start + count):
                 logprobs = [{sequence.token_ids[i + 1]: Logprob(token_logprob(chain[i]), 1)} for i in known]
-                found.append((sequence.group, logprobs))
-        return found
+                hypotheses.append((sequence.group, logprobs))
+        return hypotheses
 
     def slot(self, sequence: Sequence, position: int) -> int:
         """Return where the token at ``position`` lives."""
@@ -211,11 +216,13 @@ class ShadowRunner:
         stops = frozenset(params.stop_token_ids or ())
         beams = [list(prompt)]
         while True:
-            found = [candidates(self.ids.chain(salt, one)[-1], num_candidates(params, stops)) for one in beams]
-            going_on = search.advance(beams, found, stop_token_ids=stops, max_total_tokens=max_total_tokens)
+            continuations = [
+                candidates(self.ids.chain(salt, beam)[-1], num_candidates(params, stops)) for beam in beams
+            ]
+            going_on = search.advance(beams, continuations, stop_token_ids=stops, max_total_tokens=max_total_tokens)
             if search.is_done:
                 return search.hypotheses
-            beams = [[*beams[one.parent], one.token_id] for one in going_on]
+            beams = [[*beams[beam.parent], beam.token_id] for beam in going_on]
 
 
 def num_candidates(params: SamplingParams, stop_token_ids: frozenset[int]) -> int:
@@ -303,7 +310,7 @@ def check_integrity(engine: Engine) -> None:
             held = len(sequence.block_table) if has_draft else max(held, min(len(sequence.block_table), held + 1))
         assert len(sequence.block_table) == held, "a sequence holds blocks that it does not fill"
         assert sequence.num_computed_tokens <= sequence.num_tokens, "tokens are computed that are not there"
-    assert all(not one.host_table for one in waiting if one.status is SequenceStatus.WAITING)
+    assert all(not group.host_table for group in waiting if group.status is SequenceStatus.WAITING)
     if not engine.has_unfinished:
         assert engine.block_manager.num_free_blocks == len(engine.block_manager.pool.blocks)
         assert engine.block_manager.host_pool.num_free == engine.info.num_host_blocks
@@ -311,7 +318,7 @@ def check_integrity(engine: Engine) -> None:
 
 def metrics_of(engine: Engine) -> EngineMetrics:
     """Return the observer that keeps the engine's metrics."""
-    return next(one for one in engine.observers.members if isinstance(one, EngineMetrics))
+    return next(observer for observer in engine.observers.members if isinstance(observer, EngineMetrics))
 
 
 def run_to_end(engine: Engine, max_steps: int = 10_000) -> dict[str, list[int]]:

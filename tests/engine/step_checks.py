@@ -41,7 +41,7 @@ class StepChecks:
 
     def start_step(self, unfinished: list[Sequence]) -> None:
         """Note which of the unfinished sequences have blocks before the step."""
-        self._settled = {one for one in unfinished if one.block_table or one.host_table}
+        self._settled = {sequence for sequence in unfinished if sequence.block_table or sequence.host_table}
 
     def check(self, output: SchedulerOutput) -> None:
         """Check a scheduled batch before it is computed."""
@@ -62,8 +62,8 @@ class StepChecks:
             if sequence not in computing and sequence.block_table:
                 if sequence.awaits_token or (output.lacks_blocks and self._engine.scheduler._in_flight):
                     continue  # while a step is in flight
-                others = [one for one in sequence.group.unfinished if one is not sequence]
-                others_lag = any(not one.block_table or one.remaining_tokens > 1 for one in others)
+                others = [member for member in sequence.group.unfinished if member is not sequence]
+                others_lag = any(not other.block_table or other.remaining_tokens > 1 for other in others)
                 waits = sequence.group.beams is not None and others_lag
                 assert waits, f"{sequence.request_id} is starved"
 
@@ -71,15 +71,15 @@ class StepChecks:
         """Assert that sequences which start in this step share the full blocks that they have in common."""
         size = self._engine.info.block_size
         started = [
-            (one, count - len(output.drafts.get(one, ())))
-            for one, count in zip(output.sequences, output.num_new_tokens, strict=True)
-            if one not in self._settled and not one.group.wants_prompt_logprobs
+            (sequence, count - len(output.drafts.get(sequence, ())))
+            for sequence, count in zip(output.sequences, output.num_new_tokens, strict=True)
+            if sequence not in self._settled and not sequence.group.wants_prompt_logprobs
         ]
         # What fills a block with one generated token is published later, with others, even where it is computed again.
         started = [
-            (one, count)
-            for one, count in started
-            if count > 1 or one.num_computed_tokens + count <= one.num_prompt_tokens
+            (sequence, count)
+            for sequence, count in started
+            if count > 1 or sequence.num_computed_tokens + count <= sequence.num_prompt_tokens
         ]
         for index, (first, num_first) in enumerate(started):
             for second, num_second in started[:index]:
@@ -105,16 +105,16 @@ class StepChecks:
                 block_id = sequence.block_table[index]
                 if manager.pool.blocks[block_id].ref_count > 1:
                     others = [
-                        one
-                        for one in self._engine.scheduler.running
-                        if one is not sequence and block_id in one.block_table
+                        member
+                        for member in self._engine.scheduler.running
+                        if member is not sequence and block_id in member.block_table
                     ]
-                    complete = all(one.num_matched_tokens >= (index + 1) * size for one in others)
+                    complete = all(other.num_matched_tokens >= (index + 1) * size for other in others)
                     assert complete, f"block {block_id} is written while others hold it"
 
     def _check_drafts(self, output: SchedulerOutput) -> None:
         """Assert that only greedy sequences get drafts, and that drafts preempt no request."""
-        assert list(output.drafts) == [one for one in output.sequences if one in output.drafts]
+        assert list(output.drafts) == [sequence for sequence in output.sequences if sequence in output.drafts]
         if output.drafts:
             assert not output.preempted, "a request is preempted for a draft"
             assert self._engine.block_manager.num_free_blocks >= 0
@@ -172,7 +172,7 @@ class StepChecks:
         counts = self.counts
         for group in output.preempted:
             counts["preempted by swap" if group.status is SequenceStatus.SWAPPED else "preempted to recompute"] += 1
-        if not any(one in self._settled for group in output.admitted for one in group.unfinished):
+        if not any(sequence in self._settled for group in output.admitted for sequence in group.unfinished):
             counts["loaded from the host"] += len(output.swap_in)
         if not output.preempted:
             counts["evicted to the host"] += len(output.swap_out)
@@ -183,7 +183,9 @@ class StepChecks:
         )
         counts["prefill beside decode"] += 1 in output.num_new_tokens and max(output.num_new_tokens) > 1
         counts["cached"] += sum(
-            0 < one.num_cached_tokens == one.num_computed_tokens for one in output.sequences if one not in self._settled
+            0 < sequence.num_cached_tokens == sequence.num_computed_tokens
+            for sequence in output.sequences
+            if sequence not in self._settled
         )
 
     def _free_and_check(self, sequence: Sequence) -> None:

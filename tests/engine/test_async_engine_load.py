@@ -78,8 +78,8 @@ def check_answers(client: Client, runner: ShadowRunner) -> None:
         stops = params.stop_token_ids or ()
         limit = len(prompt) + (params.max_tokens or 0)
         if params.uses_beam_search:
-            found = runner.search(prompt, params, limit)
-            assert answers == {index: found[index].token_ids for index in range(params.n)}
+            hypotheses = runner.search(prompt, params, limit)
+            assert answers == {index: hypotheses[index].token_ids for index in range(params.n)}
         elif params.best_of is None:
             for index, answer in answers.items():
                 whole = runner.answer(prompt, limit - len(prompt), index=index)
@@ -93,13 +93,15 @@ def memory_of_the_engine() -> int:
     gc.collect()
     of_engine = Path(async_engine_module.__file__).parent / "*"
     filters = [tracemalloc.Filter(True, str(of_engine)), tracemalloc.Filter(True, f"{Path(asyncio.__file__).parent}/*")]
-    return sum(one.size for one in tracemalloc.take_snapshot().filter_traces(filters).statistics("filename"))
+    return sum(
+        statistic.size for statistic in tracemalloc.take_snapshot().filter_traces(filters).statistics("filename")
+    )
 
 
 def num_objects_of_requests() -> int:
     gc.collect()
     kinds = {Sequence, SequenceGroup}
-    return sum(type(one) in kinds for one in gc.get_objects())
+    return sum(type(item) in kinds for item in gc.get_objects())
 
 
 @pytest.mark.long

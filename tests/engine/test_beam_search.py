@@ -51,10 +51,10 @@ def search(model: TableModel, beams: BeamSearch, stops: frozenset[int], max_toke
     continuing = [list(PROMPT)]
     while not beams.is_done:
         count = max(2, 1 + len(stops)) * beams.beam_width
-        found = [model.candidates(one, count) for one in continuing]
+        candidates = [model.candidates(beam, count) for beam in continuing]
         limit = len(PROMPT) + max_tokens
-        chosen = beams.advance(continuing, found, stop_token_ids=stops, max_total_tokens=limit)
-        continuing = [[*continuing[one.parent], one.token_id] for one in chosen]
+        chosen = beams.advance(continuing, candidates, stop_token_ids=stops, max_total_tokens=limit)
+        continuing = [[*continuing[beam.parent], beam.token_id] for beam in chosen]
 
 
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
@@ -110,7 +110,7 @@ def test_a_hypothesis_says_whether_a_token_or_its_length_ended_it() -> None:
     continuing = beams.advance(
         [[7]], [([0, 1, 2, 3], [-0.1, -0.2, -0.3, -0.4])], stop_token_ids=frozenset({0}), max_total_tokens=3
     )
-    assert [one.token_id for one in continuing] == [1, 2]
+    assert [beam.token_id for beam in continuing] == [1, 2]
     beams.advance(
         [[7, 1], [7, 2]],
         [([4, 5, 6, 8], [-0.1, -5.0, -5.0, -5.0])] * 2,
@@ -118,7 +118,10 @@ def test_a_hypothesis_says_whether_a_token_or_its_length_ended_it() -> None:
         max_total_tokens=3,
     )
     assert beams.is_done
-    assert {tuple(one.token_ids): one.ended_by_token for one in beams.hypotheses} == {(0,): True, (1, 4): False}
+    assert {tuple(hypothesis.token_ids): hypothesis.ended_by_token for hypothesis in beams.hypotheses} == {
+        (0,): True,
+        (1, 4): False,
+    }
 
 
 def test_a_stop_token_after_the_first_beam_width_candidates_ends_no_hypothesis() -> None:
@@ -131,8 +134,8 @@ def test_with_a_negative_length_penalty_a_beam_counts_with_its_present_length() 
     """Every further token lowers its score, so the score at the maximum length is no upper bound."""
     beams = BeamSearch(2, -1.0, "never", 1)
     continuing = [[7]]
-    for found in ([([1, 0, 2], [-0.1, -2.0, -3.0])], [([3, 0, 4], [-0.1, -1.0, -9.0]), ([5, 6, 8], [-9.0] * 3)]):
-        chosen = beams.advance(continuing, found, stop_token_ids=frozenset({0}), max_total_tokens=100)
-        continuing = [[*continuing[one.parent], one.token_id] for one in chosen]
-    assert [one.token_ids for one in beams.hypotheses] == [[0], [1, 0]]  # with scores of -2.0 and -2.2
+    for candidates in ([([1, 0, 2], [-0.1, -2.0, -3.0])], [([3, 0, 4], [-0.1, -1.0, -9.0]), ([5, 6, 8], [-9.0] * 3)]):
+        chosen = beams.advance(continuing, candidates, stop_token_ids=frozenset({0}), max_total_tokens=100)
+        continuing = [[*continuing[beam.parent], beam.token_id] for beam in chosen]
+    assert [hypothesis.token_ids for hypothesis in beams.hypotheses] == [[0], [1, 0]]  # with scores of -2.0 and -2.2
     assert not beams.is_done  # the best beam would have -0.4 now

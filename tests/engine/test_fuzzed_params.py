@@ -104,7 +104,7 @@ def fuzzed(rng: random.Random) -> dict[str, Any]:
 def references(path: str) -> tuple[list[list[int]], list[SamplingParams], list[list[list[int]]]]:
     rng = random.Random(2)
     prompts = [random_tokens(rng, rng.randint(1, 30)) for _ in REFERENCES]
-    params = [SamplingParams(max_tokens=40, ignore_eos=True, **one) for one in REFERENCES]
+    params = [SamplingParams(max_tokens=40, ignore_eos=True, **reference) for reference in REFERENCES]
     return prompts, params, answers(run(make_llm(path), prompts, params))
 
 
@@ -142,17 +142,17 @@ def test_fuzzed_requests_end_or_are_rejected_and_harm_no_other(qwen3: SavedModel
     refused: dict[str | None, int] = {}
     for step in range(250):
         if step % 20 == 0:  # they decode all the time
-            for i, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
-                engine.add_request(EngineRequest(f"reference {step} {i}", prompt, one))
-                collected[f"reference {step} {i}"] = Collected(one.n)
+            for i, (prompt, asked) in enumerate(zip(prompts, params, strict=True)):
+                engine.add_request(EngineRequest(f"reference {step} {i}", prompt, asked))
+                collected[f"reference {step} {i}"] = Collected(asked.n)
         try:
-            one = SamplingParams(**fuzzed(rng))
+            asked = SamplingParams(**fuzzed(rng))
             engine.add_request(
                 EngineRequest(
-                    str(step), random_tokens(rng, rng.choice([1, 4, 20, 60])), one, priority=rng.randint(-1, 1)
+                    str(step), random_tokens(rng, rng.choice([1, 4, 20, 60])), asked, priority=rng.randint(-1, 1)
                 )
             )
-            collected[str(step)] = Collected(one.n)
+            collected[str(step)] = Collected(asked.n)
         except RequestError as error:
             refused[error.param] = refused.get(error.param, 0) + 1
         for output in engine.step():
@@ -164,13 +164,13 @@ def test_fuzzed_requests_end_or_are_rejected_and_harm_no_other(qwen3: SavedModel
     while engine.has_unfinished:
         for output in engine.step():
             collected[output.request_id].push(output)
-    print(did, refused, sum(not one.startswith("ref") for one in collected))
+    print(did, refused, sum(not request_id.startswith("ref") for request_id in collected))
     assert set(refused) <= {*FIELDS, "prompt"}, refused
     assert sum(refused.values()) < 150
-    for request_id, one in collected.items():
-        assert one.is_done, f"{request_id} never ended"
+    for request_id, asked in collected.items():
+        assert asked.is_done, f"{request_id} never ended"
         if request_id.startswith("reference"):
-            assert one.tokens == expected[int(request_id.split()[2])], request_id
+            assert asked.tokens == expected[int(request_id.split()[2])], request_id
     check_idle(llm)
 
 
@@ -190,9 +190,9 @@ async def test_fuzzed_requests_of_the_async_engine_all_end(qwen3: SavedModel) ->
     )
     engine = AsyncEngine(Engine.from_config(config))
 
-    async def ask(request_id: str, prompt: list[int], one: SamplingParams) -> list[list[int]]:
-        tokens: list[list[int]] = [[] for _ in range(one.n)]
-        async for batch in stream(engine, EngineRequest(request_id, prompt, one)):
+    async def ask(request_id: str, prompt: list[int], asked: SamplingParams) -> list[list[int]]:
+        tokens: list[list[int]] = [[] for _ in range(asked.n)]
+        async for batch in stream(engine, EngineRequest(request_id, prompt, asked)):
             tokens[batch.index] += batch.token_ids
         return tokens
 
@@ -206,7 +206,7 @@ async def test_fuzzed_requests_of_the_async_engine_all_end(qwen3: SavedModel) ->
 
     async with asyncio.timeout(HANG_S):
         fuzzing = [fuzz(str(i), fuzzed(rng), random_tokens(rng, rng.randint(1, 40))) for i in range(200)]
-        asking = [ask(f"reference {i}", *one) for i, one in enumerate(zip(prompts, params, strict=True))]
+        asking = [ask(f"reference {i}", *arguments) for i, arguments in enumerate(zip(prompts, params, strict=True))]
         results = await asyncio.gather(*fuzzing[:100], *asking, *fuzzing[100:])
         assert results[100 : 100 + len(asking)] == expected
     assert refused < {*FIELDS, "prompt"}
@@ -252,7 +252,7 @@ def test_a_search_that_finds_too_few_answers_says_so(llm: LLM) -> None:
     output = run(llm, [[8, 9]], params)[0]
     assert output.finished
     assert answers([output])[0] == [[0, 0, 0], [], []]
-    assert [one.finish_reason for one in output.outputs] == ["length", "abort", "abort"]
+    assert [completion.finish_reason for completion in output.outputs] == ["length", "abort", "abort"]
     assert "no further answer" in str(output.outputs[1].stop_reason)
 
 
@@ -291,9 +291,11 @@ def test_a_nan_in_one_beam_ends_its_search_and_nothing_else(llm: LLM) -> None:
         del workers.execute
     ended = outputs[0].outputs
     assert outputs[0].finished
-    found = [one for one in ended if one.token_ids]
-    assert [one.finish_reason for one in ended] == ["stop"] * len(found) + ["abort"] * (4 - len(found))
-    assert 0 < len(found) < 4
+    with_tokens = [output for output in ended if output.token_ids]
+    assert [output.finish_reason for output in ended] == ["stop"] * len(with_tokens) + ["abort"] * (
+        4 - len(with_tokens)
+    )
+    assert 0 < len(with_tokens) < 4
     assert "NaN" in str(ended[-1].stop_reason)
     assert answers(outputs[1:]) == expected
 

@@ -70,8 +70,8 @@ def test_seeded_sampling_repeats_alone_in_a_batch_and_after_preemption(llm: LLM,
         outputs = engine.generate(prompts, params, use_tqdm=False)
         answers.append([output.outputs[0].token_ids for output in outputs])
     alone = [
-        llm.generate([prompt], one, use_tqdm=False)[0].outputs[0].token_ids
-        for prompt, one in zip(prompts, params, strict=True)
+        llm.generate([prompt], asked, use_tqdm=False)[0].outputs[0].token_ids
+        for prompt, asked in zip(prompts, params, strict=True)
     ]
     assert answers[0] == answers[1] == alone
     assert len(set(map(tuple, alone))) == 16
@@ -283,12 +283,12 @@ def test_log_probabilities_of_the_whole_vocabulary_need_its_limit(llm: LLM, qwen
     params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=-1, prompt_logprobs=-1)
     (output,) = unlimited.generate(prompt, params, use_tqdm=False)
     answer, of_prompt = output.outputs[0], output.prompt_logprobs or []
-    positions = [*(answer.logprobs or []), *[one for one in of_prompt if one is not None]]
+    positions = [*(answer.logprobs or []), *[listed for listed in of_prompt if listed is not None]]
     assert len(positions) == 3 + 2
-    for one, token_id in zip(positions, [*answer.token_ids, 6, 7], strict=True):
-        assert next(iter(one)) == token_id
-        assert len(one) == unlimited.engine.info.vocab_size
-        assert sum(math.exp(logprob.logprob) for logprob in one.values()) == pytest.approx(1.0, abs=1e-4)
+    for position, token_id in zip(positions, [*answer.token_ids, 6, 7], strict=True):
+        assert next(iter(position)) == token_id
+        assert len(position) == unlimited.engine.info.vocab_size
+        assert sum(math.exp(logprob.logprob) for logprob in position.values()) == pytest.approx(1.0, abs=1e-4)
 
 
 @pytest.mark.parametrize("logprobs", [None, 0, 2])
@@ -299,15 +299,17 @@ def test_the_best_answers_end_at_the_stop_string_and_are_ranked_by_what_is_shown
     for seed in range(8):
         common: dict[str, Any] = {"temperature": 1.0, "seed": seed, "max_tokens": 40, "stop": ["e", "t", "a"]}
         every = llm.generate(prompt, SamplingParams(n=4, logprobs=logprobs or 0, **common), use_tqdm=False)[0].outputs
-        expected = sorted(every, key=lambda one: (one.cumulative_logprob or 0.0) / len(one.token_ids), reverse=True)
+        expected = sorted(
+            every, key=lambda answer: (answer.cumulative_logprob or 0.0) / len(answer.token_ids), reverse=True
+        )
         params = SamplingParams(n=2, best_of=4, logprobs=logprobs, **common)
         best = llm.generate(prompt, params, use_tqdm=False)[0].outputs
-        assert [one.index for one in best] == [0, 1]
-        for one, other in zip(best, expected[:2], strict=True):
-            assert (one.text, one.token_ids) == (other.text, other.token_ids)
-            assert (one.finish_reason, one.stop_reason) == (other.finish_reason, other.stop_reason)
-            assert one.cumulative_logprob == other.cumulative_logprob
-            assert one.logprobs == (None if logprobs is None else other.logprobs)
+        assert [answer.index for answer in best] == [0, 1]
+        for answer, other in zip(best, expected[:2], strict=True):
+            assert (answer.text, answer.token_ids) == (other.text, other.token_ids)
+            assert (answer.finish_reason, answer.stop_reason) == (other.finish_reason, other.stop_reason)
+            assert answer.cumulative_logprob == other.cumulative_logprob
+            assert answer.logprobs == (None if logprobs is None else other.logprobs)
     assert llm.engine.meter.stats().num_used_blocks == 0
 
 

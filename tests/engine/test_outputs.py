@@ -68,7 +68,7 @@ def test_best_of_returns_the_answers_of_the_best_mean_logprob_the_best_first() -
         chain = runner.ids.chain("", PROMPT + answer[:end])[len(PROMPT) - 1 : -1]
         total = sum(token_logprob(prefix, index) for prefix in chain)
         ranked.append((total / end, total, answer[:end]))
-    ranked.sort(key=lambda one: -one[0])
+    ranked.sort(key=lambda pair: -pair[0])
     assert [output.token_ids for output in outputs] == [answer for _, _, answer in ranked[:2]]
     assert [output.cumulative_logprob for output in outputs] == pytest.approx([total for _, total, _ in ranked[:2]])
     assert [output.index for output in outputs] == [0, 1]
@@ -79,8 +79,8 @@ def test_hypotheses_come_by_score() -> None:
     params = SamplingParams(max_tokens=6, temperature=0, beam_width=4, n=3, length_penalty=0.0, stop_token_ids=[1, 2])
     group = engine.add_request(EngineRequest("a", PROMPT, params))
     outputs = outputs_of(engine)
-    found = runner.search(PROMPT, params, group.max_total_tokens)
-    assert [output.token_ids for output in outputs] == [one.token_ids for one in found[:3]]
+    hypotheses = runner.search(PROMPT, params, group.max_total_tokens)
+    assert [output.token_ids for output in outputs] == [hypothesis.token_ids for hypothesis in hypotheses[:3]]
     scores = [output.cumulative_logprob for output in outputs]
     assert scores == sorted(scores, reverse=True)  # without a length penalty the sum is the score
     for output in outputs:
@@ -112,10 +112,16 @@ def test_a_failed_answer_is_the_worst_of_several() -> None:
 def test_prompt_logprobs_come_once_with_the_first_token_of_the_first_answer() -> None:
     engine, _ = make_engine(max_num_batched_tokens=3)
     engine.add_request(EngineRequest("a", PROMPT, SamplingParams(max_tokens=3, n=2, prompt_logprobs=0)))
-    found = [output for output in outputs_of(engine) if output.prompt_logprobs is not None]
-    assert [output.index for output in found] == [0]
-    assert found[0].prompt_logprobs is not None
-    assert [one and list(one) for one in found[0].prompt_logprobs] == [None, [1], [4], [1], [5]]
+    with_logprobs = [output for output in outputs_of(engine) if output.prompt_logprobs is not None]
+    assert [output.index for output in with_logprobs] == [0]
+    assert with_logprobs[0].prompt_logprobs is not None
+    assert [prompt_logprob and list(prompt_logprob) for prompt_logprob in with_logprobs[0].prompt_logprobs] == [
+        None,
+        [1],
+        [4],
+        [1],
+        [5],
+    ]
 
 
 def test_prompt_logprobs_of_a_resumed_request_come() -> None:
@@ -123,8 +129,8 @@ def test_prompt_logprobs_of_a_resumed_request_come() -> None:
     engine.queue_request(
         EngineRequest("a", PROMPT, SamplingParams(max_tokens=5, prompt_logprobs=0), output_token_ids=[4, 5])
     )
-    found = [output.prompt_logprobs for output in outputs_of(engine)]
-    assert [one and len(one) for one in found] == [len(PROMPT), None, None]
+    logprobs = [output.prompt_logprobs for output in outputs_of(engine)]
+    assert [positions and len(positions) for positions in logprobs] == [len(PROMPT), None, None]
 
 
 def test_prompt_logprobs_of_a_request_without_a_token_come() -> None:

@@ -59,9 +59,9 @@ async def test_a_burst_within_one_step_fills_the_queue_and_the_rest_is_rejected_
     for i in range(1000):
         await held.arrive(str(i), [i % 50])
     results = await held.finish()
-    answers = {name: one for name, one in results.items() if isinstance(one, list)}
+    answers = {name: result for name, result in results.items() if isinstance(result, list)}
     assert answers == {str(i): held.runner.answer([i], 4) for i in range(3)}
-    rejected = [one for one in results.values() if isinstance(one, OverloadedError)]
+    rejected = [result for result in results.values() if isinstance(result, OverloadedError)]
     assert len(rejected) == 997
     assert len(set(map(id, rejected))) == 997, "two readers share an error, and so its traceback"
 

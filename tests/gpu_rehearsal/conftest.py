@@ -25,14 +25,14 @@ if _IS_REHEARSAL:
         from engine.llm import LLM
         from tests.gpu_rehearsal.scenarios import DEMO_MODEL, OPTIONS, answers, generate
 
-        found: dict[str, object] = {}
+        by_scenario: dict[str, object] = {}
         for name, scenario in SCENARIOS.items():
             if name == "flash_attn":  # it is compared with Triton
                 continue
             options = {**OPTIONS, **scenario.options, "device": "cpu", "tensor_parallel_size": 1}
             llm = LLM(DEMO_MODEL, **options)
-            found[name] = answers(generate(llm, scenario))
-        return found
+            by_scenario[name] = answers(generate(llm, scenario))
+        return by_scenario
 
     @pytest.fixture
     def gpu_with_flash_attn(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rehearsal]:

@@ -186,7 +186,7 @@ def _streams(machine: Machine) -> dict[str, Any]:
 def _copying(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Return torch.tensor or its like, with the copy to the device as an operator that can be seen."""
 
-    def made(data: Any, *args: Any, device: Any = None, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+    def copied(data: Any, *args: Any, device: Any = None, pin_memory: bool = False, **options: Any) -> torch.Tensor:
         if isinstance(data, torch.Tensor):
             tensor = data.to(options["dtype"]) if options.get("dtype") is not None else data
         else:
@@ -195,4 +195,4 @@ def _copying(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
             tensor = tensor.pin_memory()
         return tensor if device is None else tensor.to(device)
 
-    return made
+    return copied

@@ -266,12 +266,12 @@ class SimulatedGpu(TorchDispatchMode):
 def _record(capture: Capture, compute: Callable[[], Any], result: Any, read: list[Any]) -> None:
     """Record an operator. A replay copies its results to where they are now, unless it changes its arguments."""
     places = {_place(item) for item in tree_leaves(read) if isinstance(item, torch.Tensor)}
-    made = [item for item in tree_leaves(result) if isinstance(item, torch.Tensor) and _place(item) not in places]
-    capture.made += made
+    results = [item for item in tree_leaves(result) if isinstance(item, torch.Tensor) and _place(item) not in places]
+    capture.results += results
 
     def again() -> None:
-        found = [item for item in tree_leaves(compute()) if isinstance(item, torch.Tensor)]
-        for old, new in zip(made, found, strict=False):
+        replayed = [item for item in tree_leaves(compute()) if isinstance(item, torch.Tensor)]
+        for old, new in zip(results, replayed, strict=False):
             old.copy_(new)
 
     capture.launches.append(again)

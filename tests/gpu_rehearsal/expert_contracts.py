@@ -67,8 +67,8 @@ def grouping(call: Any, grid: tuple[int, ...]) -> Compute:
         ids = plain(call.ids).flatten()
         counts = ids.bincount(minlength=call.NUM_EXPERTS)
         if call.num_blocks:
-            found = plain(call.block_counts).sum(0)[: call.NUM_EXPERTS]
-            require(torch.equal(found, counts), "block_counts are not those of ids")
+            block_sums = plain(call.block_counts).sum(0)[: call.NUM_EXPERTS]
+            require(torch.equal(block_sums, counts), "block_counts are not those of ids")
         plain(call.num_pairs).copy_(counts)
         tiles = []
         for expert, count in enumerate(counts.tolist()):

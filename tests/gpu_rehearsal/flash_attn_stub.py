@@ -44,7 +44,7 @@ def make_module(machine: Machine, name: str) -> ModuleType:
 
             attended = attend()
             if machine.captured is not None:
-                machine.captured.made.append(attended)
+                machine.captured.results.append(attended)
                 machine.captured.launches.append(lambda: attended.copy_(attend()))
             return DeviceTensor(attended, q.device)
 

@@ -29,14 +29,14 @@ def stubs(machine: Machine) -> dict[str, Any]:
 
         def __init__(self) -> None:
             self._launches: list[Callable[[], object]] = []
-            self._made: list[torch.Tensor] = []
+            self._results: list[torch.Tensor] = []
 
         def replay(self) -> None:
             assert self._launches, "the graph is empty"
             machine.launch(machine.current_device, len(self._launches))
             machine.num_replays += 1
             with _disable_current_modes(), torch.inference_mode():
-                for tensor in self._made:
+                for tensor in self._results:
                     poison(tensor)
                 for launch in self._launches:
                     launch()
@@ -49,7 +49,7 @@ def stubs(machine: Machine) -> dict[str, Any]:
     def graph(cuda_graph: CUDAGraph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global") -> Any:
         with machine.capture() as capture:
             yield
-        cuda_graph._launches, cuda_graph._made = capture.launches, capture.made
+        cuda_graph._launches, cuda_graph._results = capture.launches, capture.results
         machine.graph_bytes += GRAPH_BYTES
 
     return {

@@ -55,7 +55,7 @@ class Capture:
     """What a CUDA graph records: functions that do each launch again, and the data that they make."""
 
     launches: list[Callable[[], object]] = field(default_factory=list)
-    made: list[torch.Tensor] = field(default_factory=list)
+    results: list[torch.Tensor] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

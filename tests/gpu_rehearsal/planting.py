@@ -41,8 +41,8 @@ def plant(monkeypatch: pytest.MonkeyPatch, target: str, after: str, fault: str) 
     tree = ast.increment_lineno(ast.parse(source), first - 1)
     file = inspect.getsourcefile(function)
     assert file is not None
-    found: dict[str, Any] = {}
+    namespace: dict[str, Any] = {}
     flags = __future__.annotations.compiler_flag
-    exec(compile(tree, file, "exec", flags=flags, dont_inherit=True), vars(module), found)
-    monkeypatch.setattr(owner, name, found[name])
+    exec(compile(tree, file, "exec", flags=flags, dont_inherit=True), vars(module), namespace)
+    monkeypatch.setattr(owner, name, namespace[name])
     return f"{file.removeprefix(f'{ROOT}/')}:{first + index + 1} in {name}"

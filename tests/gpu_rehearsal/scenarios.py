@@ -191,7 +191,7 @@ def answers(outputs: list[RequestOutput]) -> list[Any]:
 
     def likelihoods(logprobs: Any) -> Any:
         return [
-            item and {token: Likelihood(one.logprob, one.rank) for token, one in item.items()}
+            item and {token: Likelihood(logprob.logprob, logprob.rank) for token, logprob in item.items()}
             for item in logprobs or ()
         ]
 

@@ -89,14 +89,14 @@ def test_launches_of_an_eager_decode(num_seqs: int, paths: dict[str, str], gpu: 
 
 
 def test_a_graph_holds_the_experts(paths: dict[str, str], gpu: Rehearsal) -> None:
-    found = []
+    seen = []
     for name in ("one layer", "qwen3_moe"):
         steps = Steps(gpu, start(gpu, paths[name], dtype="bfloat16"))
         for num_seqs in (3, 16):
             steps.generate(num_seqs)
             assert steps.replays[(1,) * num_seqs] == 1
-        found.append(steps.launches[1, 1, 1])
-    assert found[0] == found[1] <= A_STEP
+        seen.append(steps.launches[1, 1, 1])
+    assert seen[0] == seen[1] <= A_STEP
     gpu.machine.check()
 
 

@@ -67,14 +67,14 @@ def start(gpu: Rehearsal, path: Path, **options: Any) -> LLM:
 def test_layers_add_no_launches_to_a_decode(
     checkpoints: list[Path], gpu: Rehearsal, num_seqs: int, overlaps: bool
 ) -> None:
-    found = []
+    seen = []
     for path in checkpoints:
         steps = Steps(gpu, start(gpu, path, async_scheduling=overlaps))
         steps.generate(num_seqs)
         decode = (1,) * num_seqs
         assert steps.replays == {(3,) * num_seqs: 0, decode: 1}
-        found.append(steps.launches[decode])
-    assert found[0] == found[1] <= A_STEP + OF_OVERLAP * overlaps
+        seen.append(steps.launches[decode])
+    assert seen[0] == seen[1] <= A_STEP + OF_OVERLAP * overlaps
     gpu.machine.check()
 
 

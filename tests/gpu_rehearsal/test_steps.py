@@ -46,13 +46,13 @@ def test_batch_invariant_linears_answer_as_the_cpu_does(cpu_answers: dict[str, o
 
 def test_flash_attn_answers_as_triton_does(gpu_with_flash_attn: Rehearsal) -> None:
     """Both compute attention in float64 here, so bfloat16 tokens are equal too."""
-    gpu, found = gpu_with_flash_attn, {}
+    gpu, by_backend = gpu_with_flash_attn, {}
     scenario = SCENARIOS["flash_attn"]
     for name in ("auto", "flash_attn", "triton"):
         llm = gpu.start(attention_backend=name, **scenario.options)
-        found[llm.engine.info.attention_backend] = answers(generate(llm, scenario))
+        by_backend[llm.engine.info.attention_backend] = answers(generate(llm, scenario))
     gpu.machine.check()
-    assert found["flash_attn_3"] == found["flash_attn"] == found["triton"]
+    assert by_backend["flash_attn_3"] == by_backend["flash_attn"] == by_backend["triton"]
     assert gpu.launches.counts["prefill_kernel"]
 
 

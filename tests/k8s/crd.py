@@ -40,30 +40,30 @@ def strict(schema: Any) -> Any:
         return [strict(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    made = {key: strict(value) for key, value in schema.items()}
+    stricter = {key: strict(value) for key, value in schema.items()}
     if isinstance(schema.get("properties"), dict):  # not a property of that name
-        made["properties"] = {name: strict(value) for name, value in schema["properties"].items()}
+        stricter["properties"] = {name: strict(value) for name, value in schema["properties"].items()}
         if not schema.get("x-kubernetes-preserve-unknown-fields"):
-            made.setdefault("additionalProperties", False)
+            stricter.setdefault("additionalProperties", False)
     if schema.get("x-kubernetes-int-or-string"):
-        made.pop("type", None)
-        made["anyOf"] = [{"type": "integer"}, {"type": "string"}]
+        stricter.pop("type", None)
+        stricter["anyOf"] = [{"type": "integer"}, {"type": "string"}]
     if schema.get("nullable"):
-        made = {"anyOf": [made, {"type": "null"}]}
-    return made
+        stricter = {"anyOf": [stricter, {"type": "null"}]}
+    return stricter
 
 
 @cache
 def validator(file: str, version: str) -> Draft202012Validator:
     """Return a validator for objects of one served version of a definition in `schemas/`."""
     definition = yaml.load(gzip.decompress((SCHEMAS / file).read_bytes()), Loader=Loader)
-    (found,) = [item for item in definition["spec"]["versions"] if item["name"] == version and item["served"]]
-    schema = strict(found["schema"]["openAPIV3Schema"])
-    made: Draft202012Validator = _Validator(schema)
-    return made
+    (versioned,) = [item for item in definition["spec"]["versions"] if item["name"] == version and item["served"]]
+    schema = strict(versioned["schema"]["openAPIV3Schema"])
+    checker: Draft202012Validator = _Validator(schema)
+    return checker
 
 
 def mistakes(file: str, instance: dict[str, Any]) -> list[str]:
     """Return one line for each error."""
-    found = validator(file, instance["apiVersion"].rpartition("/")[2]).iter_errors(instance)
-    return [f"{error.json_path}: {error.message[:200]}" for error in found]
+    errors = validator(file, instance["apiVersion"].rpartition("/")[2]).iter_errors(instance)
+    return [f"{error.json_path}: {error.message[:200]}" for error in errors]

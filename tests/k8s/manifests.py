@@ -30,10 +30,10 @@ Object = dict[str, Any]
 
 def tool(name: str) -> str:
     """Return the path of a program of the test extra; skip the test if it is not available for this machine."""
-    found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
-    if found is None:
+    program = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
+    if program is None:
         pytest.skip(f"{name} is not installed; it comes with: pip install -e '.[test]'")
-    return found
+    return program
 
 
 @cache
@@ -54,8 +54,8 @@ def of_kind(objects: list[Object], kind: str) -> list[Object]:
 
 def ray_service(directory: str) -> Object:
     """Return the one RayService of an overlay."""
-    (found,) = of_kind(build(directory), "RayService")
-    return found
+    (service,) = of_kind(build(directory), "RayService")
+    return service
 
 
 def serve_config(directory: str) -> Object:
@@ -104,8 +104,8 @@ _AUTOSCALER_FIELDS = {"resources", "imagePullPolicy", "securityContext", "volume
 
 
 def _ray_pod(group: Object, node_type: str, name: str) -> Object:
-    made = _pod(group["template"])
-    made["metadata"]["labels"] |= {
+    pod = _pod(group["template"])
+    pod["metadata"]["labels"] |= {
         "app.kubernetes.io/created-by": "kuberay-operator",
         "ray.io/is-ray-node": "yes",
         "ray.io/cluster": "pagoda-abcde",
@@ -113,7 +113,7 @@ def _ray_pod(group: Object, node_type: str, name: str) -> Object:
         "ray.io/group": name,
         "ray.io/serve": str(node_type == "worker").lower(),
     }
-    return made
+    return pod
 
 
 def _pod(template: Object) -> Object:

@@ -42,9 +42,9 @@ def label_queries() -> Iterator[tuple[str, str, str]]:
     """Yield a variable's name, its series, and the label whose values are its choices."""
     for variable in dashboard()["templating"]["list"]:
         if variable["type"] == "query":
-            found = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["query"]["query"])
-            assert found, variable["query"]
-            yield variable["name"], found[1], found[2]
+            match = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["query"]["query"])
+            assert match, variable["query"]
+            yield variable["name"], match[1], match[2]
 
 
 def rules() -> list[Json]:

@@ -30,17 +30,17 @@ def first_tokens(within_objective: str, all_of_them: str) -> dict[str, str]:
     """Return the histogram of times to the first token with two buckets that matter."""
     buckets = {"2.5": within_objective, "5.0": all_of_them, "+Inf": all_of_them}
     name = "time_to_first_token_seconds"
-    made = {f'{name}_bucket{{replica="a", le="{bound}"}}': values for bound, values in buckets.items()}
-    return made | {f'{name}_count{{replica="a"}}': all_of_them}
+    series = {f'{name}_bucket{{replica="a", le="{bound}"}}': values for bound, values in buckets.items()}
+    return series | {f'{name}_count{{replica="a"}}': all_of_them}
 
 
 def starts(*minutes: int) -> dict[str, str]:
     """Return the start times of an engine that restarts, under another name, at each of these minutes."""
-    made = {}
+    series = {}
     for number, (start, end) in enumerate(zip(minutes, (*minutes[1:], 90), strict=True)):
         before = f"_x{start - 1} " if start else ""
-        made[f'engine_start_time_seconds{{replica="r{number}"}}'] = f"{before}{start * 60}x{end - start - 2}"
-    return made
+        series[f'engine_start_time_seconds{{replica="r{number}"}}'] = f"{before}{start * 60}x{end - start - 2}"
+    return series
 
 
 CASES: dict[str, list[tuple[str, dict[str, str], int, bool]]] = {

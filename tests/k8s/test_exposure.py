@@ -37,9 +37,9 @@ def _ports(pod: Object) -> set[int]:
 
 def _source(peer: Object) -> str:
     """Return the page's words for who may connect."""
-    found = [words for part, words in SOURCES.items() if part in str(peer)]
-    assert len(found) == 1, f"the page has no words for {peer}"
-    return found[0]
+    matching = [words for part, words in SOURCES.items() if part in str(peer)]
+    assert len(matching) == 1, f"the page has no words for {peer}"
+    return matching[0]
 
 
 def _admitted(overlay: str) -> Iterator[Admission]:

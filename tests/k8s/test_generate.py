@@ -63,17 +63,17 @@ def test_a_key_that_is_added_to_the_shipped_file_reaches_the_manifest(
 def test_only_what_is_listed_differs() -> None:
     shipped = yaml.safe_load(SHIPPED.read_text())
     for item in TARGETS:
-        made = serve_config(item)
-        for root, paths in ((made, item.changes), (made["applications"][0]["args"], item.arguments)):
-            original = shipped if root is made else shipped["applications"][0]["args"]
-            for path in [*paths, *(item.dropped if root is not made else ())]:
+        generated = serve_config(item)
+        for root, paths in ((generated, item.changes), (generated["applications"][0]["args"], item.arguments)):
+            original = shipped if root is generated else shipped["applications"][0]["args"]
+            for path in [*paths, *(item.dropped if root is not generated else ())]:
                 *sections, key = path.split(".")
                 ours, theirs = root, original
                 for name in sections:
                     ours, theirs = ours[name], theirs.setdefault(name, {})
                 ours.pop(key, None)
                 theirs.pop(key, None)
-        assert made == shipped
+        assert generated == shipped
         shipped = yaml.safe_load(SHIPPED.read_text())
 
 

@@ -166,18 +166,18 @@ def _strict(schema: Any) -> Any:
         return [_strict(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    made = {key: _strict(value) for key, value in schema.items()}
+    stricter = {key: _strict(value) for key, value in schema.items()}
     if isinstance(schema.get("properties"), dict) and schema.get("type") == "object":
-        made.setdefault("additionalProperties", False)
-    return made
+        stricter.setdefault("additionalProperties", False)
+    return stricter
 
 
 def _validator(kind: str) -> jsonschema.Draft4Validator:
     definition = yaml.safe_load((SCHEMAS / f"monitoring.coreos.com_{kind.lower()}s.yaml").read_text())
     schema = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
-    made = _strict(schema)
-    made["properties"]["metadata"] = {"type": "object", "required": ["name"]}
-    return jsonschema.Draft4Validator(made)
+    strict_schema = _strict(schema)
+    strict_schema["properties"]["metadata"] = {"type": "object", "required": ["name"]}
+    return jsonschema.Draft4Validator(strict_schema)
 
 
 def _documents() -> list[Json]:
@@ -208,8 +208,8 @@ def test_kustomize_builds_the_folder(tmp_path: Path) -> None:
     inside.mkdir()
     kustomization = {"resources": ["../monitoring"], "components": [f"../monitoring/{component.name}"]}
     (inside / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
-    made = subprocess.run(["kubectl", "kustomize", inside], check=True, capture_output=True, text=True).stdout
-    documents = {(item["kind"], item["metadata"]["name"]): item for item in yaml.safe_load_all(made)}
+    manifests = subprocess.run(["kubectl", "kustomize", inside], check=True, capture_output=True, text=True).stdout
+    documents = {(item["kind"], item["metadata"]["name"]): item for item in yaml.safe_load_all(manifests)}
     assert documents.keys() == {
         ("ConfigMap", "pagoda-dashboard"),
         ("PodMonitor", "pagoda-head"),

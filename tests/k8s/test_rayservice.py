@@ -58,8 +58,8 @@ def test_a_mistake_in_the_rayservice_is_found(path: str, key: str, value: Any, m
     for name in path.split("."):
         section = section[name]
     section[key] = value
-    (found,) = mistakes(CRD, service)
-    assert message in found
+    (mistake,) = mistakes(CRD, service)
+    assert message in mistake
 
 
 def test_a_duplicate_port_is_found() -> None:

@@ -48,4 +48,4 @@ class Traffic:
     @property
     def distinct(self) -> int:
         """The same, where a byte that is loaded again comes from a cache."""
-        return sum(len(np.unique(np.concatenate(found))) for found in self._addresses.values() if found)
+        return sum(len(np.unique(np.concatenate(addresses))) for addresses in self._addresses.values() if addresses)

@@ -30,5 +30,5 @@ def test_arrays_that_go_together_share_their_memory_on_a_cpu() -> None:
     arrays = [np.arange(3, dtype=np.int64), np.array([5], dtype=np.int32), np.empty(0, dtype=np.int64)]
     tensors = to_device_together(arrays, CPU)
     arrays[0][0] = 7
-    assert [one.tolist() for one in tensors] == [[7, 1, 2], [5], []]
-    assert [one.dtype for one in tensors] == [torch.int64, torch.int32, torch.int64]
+    assert [tensor.tolist() for tensor in tensors] == [[7, 1, 2], [5], []]
+    assert [tensor.dtype for tensor in tensors] == [torch.int64, torch.int32, torch.int64]

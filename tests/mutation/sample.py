@@ -68,10 +68,10 @@ def generate() -> list[str]:
 
 def exit_codes() -> dict[str, int | None]:
     """Return what mutmut has recorded of each mutant: pytest's exit code, or None."""
-    found: dict[str, int | None] = {}
+    statuses: dict[str, int | None] = {}
     for file in Path("mutants").rglob("*.meta"):
-        found.update(json.loads(file.read_text())["exit_code_by_key"])
-    return found
+        statuses.update(json.loads(file.read_text())["exit_code_by_key"])
+    return statuses
 
 
 def run(names: list[str], slow_tests: list[str]) -> dict[str, str]:
@@ -214,11 +214,11 @@ def report(name: str, seed: int, num_mutants: int, outcomes: dict[str, str]) -> 
     counts = Counter(outcomes.values())
     survived, equivalent = [], []
     for mutant in sorted(mutant for mutant, outcome in outcomes.items() if outcome in ("survived", "no tests")):
-        found = describe(mutant)
-        if reason := reason_of(found):
-            equivalent.append({**found, "reason": reason})
+        described = describe(mutant)
+        if reason := reason_of(described):
+            equivalent.append({**described, "reason": reason})
         else:
-            survived.append({"name": mutant, **found})
+            survived.append({"name": mutant, **described})
     killed = len(outcomes) - len(survived) - len(equivalent)
     kept["packages"][name] = {
         "seed": seed,

@@ -25,8 +25,8 @@ WITHOUT_SERVE = {"/web/{name}", "/metrics", "/load", "/live"}  # need a file tha
 
 def _operations(client: TestClient) -> list[Any]:
     schema = schemathesis.openapi.from_dict(client.get("/openapi.json").json())
-    operations = [found.ok() for found in schema.get_all_operations()]
-    return [one for one in operations if one.path not in WITHOUT_SERVE]
+    operations = [result.ok() for result in schema.get_all_operations()]
+    return [operation for operation in operations if operation.path not in WITHOUT_SERVE]
 
 
 def _send(client: TestClient, case: Any) -> Any:
@@ -60,9 +60,9 @@ def _check(client: TestClient, operation: Any, mode: str, max_examples: int, sta
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> AnsweringEngines:
     """Engines that answer every valid request."""
-    made = AnsweringEngines()
-    monkeypatch.setattr("deployments.ingress.Dispatcher", lambda *_, **__: made)
-    return made
+    engines = AnsweringEngines()
+    monkeypatch.setattr("deployments.ingress.Dispatcher", lambda *_, **__: engines)
+    return engines
 
 
 @pytest.mark.long

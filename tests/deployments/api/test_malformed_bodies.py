@@ -62,11 +62,11 @@ NUM_BODIES = 4_000
 
 def _places(value: Any) -> list[tuple[Any, Any]]:
     """Return (container, key) of every value inside ``value``."""
-    found: list[tuple[Any, Any]] = []
+    places: list[tuple[Any, Any]] = []
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
-        found += [(value, key), *_places(inner)]
-    return found
+        places += [(value, key), *_places(inner)]
+    return places
 
 
 def _malformed(rng: random.Random, valid: dict[str, Any]) -> bytes:
@@ -90,15 +90,17 @@ def _malformed(rng: random.Random, valid: dict[str, Any]) -> bytes:
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> AnsweringEngines:
     """Engines that answer every valid request."""
-    made = AnsweringEngines()
-    monkeypatch.setattr("deployments.ingress.Dispatcher", lambda *_, **__: made)
-    return made
+    engines = AnsweringEngines()
+    monkeypatch.setattr("deployments.ingress.Dispatcher", lambda *_, **__: engines)
+    return engines
 
 
 @pytest.mark.long
 def test_malformed_bodies_harm_nothing(client: TestClient, ingress: Ingress, engines: AnsweringEngines) -> None:
     described = client.get("/openapi.json").json()["paths"]
-    assert set(BODIES) == {path for path, one in described.items() if "requestBody" in one.get("post", {})}
+    assert set(BODIES) == {
+        path for path, operations in described.items() if "requestBody" in operations.get("post", {})
+    }
     rng, statuses = random.Random(1), Counter[int]()
     for number in range(NUM_BODIES):
         path = list(BODIES)[number % len(BODIES)]

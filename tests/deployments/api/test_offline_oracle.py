@@ -32,9 +32,9 @@ def llm() -> LLM:
 @pytest.fixture
 def engines(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> RealEngines:
     """The engine of ``llm``."""
-    made = RealEngines(llm.engine)
-    monkeypatch.setattr("deployments.ingress.Dispatcher", lambda *_, **__: made)
-    return made
+    engines = RealEngines(llm.engine)
+    monkeypatch.setattr("deployments.ingress.Dispatcher", lambda *_, **__: engines)
+    return engines
 
 
 @pytest.fixture
@@ -54,10 +54,10 @@ def _choices(client: TestClient, path: str = "completions", **body: Any) -> list
 def test_beams(demo: TestClient, llm: LLM, width: int, penalty: float) -> None:
     params = SamplingParams(n=width, beam_width=width, temperature=0.0, length_penalty=penalty, max_tokens=24)
     for prompt, expected in zip(PROMPTS, llm.generate(PROMPTS, params, use_tqdm=False), strict=True):
-        found = _choices(demo, prompt=prompt, use_beam_search=True, n=width, length_penalty=penalty, max_tokens=24)
-        assert [one["token_ids"] for one in found] == [one.token_ids for one in expected.outputs]
-        assert [one["text"] for one in found] == [one.text for one in expected.outputs]
-        assert [one["finish_reason"] for one in found] == [one.finish_reason for one in expected.outputs]
+        choices = _choices(demo, prompt=prompt, use_beam_search=True, n=width, length_penalty=penalty, max_tokens=24)
+        assert [choice["token_ids"] for choice in choices] == [output.token_ids for output in expected.outputs]
+        assert [choice["text"] for choice in choices] == [output.text for output in expected.outputs]
+        assert [choice["finish_reason"] for choice in choices] == [output.finish_reason for output in expected.outputs]
 
 
 def test_a_continued_message(demo: TestClient, llm: LLM) -> None:
@@ -78,10 +78,10 @@ def test_listed_log_probabilities(demo: TestClient, llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=6, logprobs=0, logprob_token_ids=ids)
     (expected,) = llm.generate([PROMPTS[0]], params, use_tqdm=False)
     asked: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "logprobs": 0, "logprob_token_ids": ids}
-    (found,) = _choices(demo, prompt=PROMPTS[0], **asked, return_tokens_as_token_ids=True)
-    for position, one in zip(expected.outputs[0].logprobs or (), found["logprobs"]["top_logprobs"], strict=True):
+    (choice,) = _choices(demo, prompt=PROMPTS[0], **asked, return_tokens_as_token_ids=True)
+    for position, tops in zip(expected.outputs[0].logprobs or (), choice["logprobs"]["top_logprobs"], strict=True):
         named = {f"token_id:{token_id}": logprob.logprob for token_id, logprob in position.items()}
-        assert one == pytest.approx(named, abs=1e-4)
+        assert tops == pytest.approx(named, abs=1e-4)
         assert set(ids) <= set(position)
 
 
@@ -99,19 +99,21 @@ def test_log_probabilities_of_the_whole_vocabulary(demo: TestClient, llm: LLM, s
         return [body["choices"][0] for body in (events(answer.text) if stream else [answer.json()])]
 
     echoed = choices("completions", prompt=PROMPTS[0], echo=True, logprobs=-1)
-    found = [one for choice in echoed for one in choice["logprobs"]["top_logprobs"]]
-    assert found[0] is None
-    for one, position in zip(found[1:], positions[1:], strict=True):
+    tops = [top_of_choice for choice in echoed for top_of_choice in choice["logprobs"]["top_logprobs"]]
+    assert tops[0] is None
+    for top, position in zip(tops[1:], positions[1:], strict=True):
         assert position is not None
-        assert one == pytest.approx({f"token_id:{i}": logprob.logprob for i, logprob in position.items()}, abs=1e-4)
+        assert top == pytest.approx({f"token_id:{i}": logprob.logprob for i, logprob in position.items()}, abs=1e-4)
     if not stream:
         (whole,) = choices("completions", prompt=PROMPTS[0], prompt_logprobs=-1)
-        assert [one and len(one) for one in whole["prompt_logprobs"]] == [None] + [4040] * (len(positions) - 3)
+        assert [position and len(position) for position in whole["prompt_logprobs"]] == [None] + [4040] * (
+            len(positions) - 3
+        )
     chat = choices("chat/completions", messages=MESSAGES[:1], logprobs=True, top_logprobs=-1)
     content = [entry for choice in chat for entry in choice["logprobs"]["content"]]
     assert [len(entry["top_logprobs"]) for entry in content] == [4040] * 2
     for entry in content:
-        values = [one["logprob"] for one in entry["top_logprobs"]]
+        values = [top["logprob"] for top in entry["top_logprobs"]]
         assert values == sorted(values, reverse=True)
         assert sum(map(math.exp, values)) == pytest.approx(1.0, abs=1e-4)
 
@@ -120,14 +122,14 @@ def test_a_truncated_prompt(demo: TestClient, llm: LLM) -> None:
     tokens = demo.post("/tokenize", json={"prompt": "one two three four five six seven"}).json()["tokens"]
     params = SamplingParams(temperature=0.0, max_tokens=8)
     (expected,) = llm.generate([{"prompt_token_ids": tokens[-4:]}], params, use_tqdm=False)
-    (found,) = _choices(demo, prompt=tokens, truncate_prompt_tokens=4, temperature=0, max_tokens=8)
-    assert (found["prompt_token_ids"], found["token_ids"]) == (tokens[-4:], expected.outputs[0].token_ids)
+    (choice,) = _choices(demo, prompt=tokens, truncate_prompt_tokens=4, temperature=0, max_tokens=8)
+    assert (choice["prompt_token_ids"], choice["token_ids"]) == (tokens[-4:], expected.outputs[0].token_ids)
 
 
 def test_a_chat(demo: TestClient, llm: LLM) -> None:
     (expected,) = llm.chat(MESSAGES[:1], SamplingParams(temperature=0.0, max_tokens=20), use_tqdm=False)
-    (found,) = _choices(demo, "chat/completions", messages=MESSAGES[:1], temperature=0, max_tokens=20)
-    assert (found["token_ids"], found["message"]["content"]) == (
+    (choice,) = _choices(demo, "chat/completions", messages=MESSAGES[:1], temperature=0, max_tokens=20)
+    assert (choice["token_ids"], choice["message"]["content"]) == (
         expected.outputs[0].token_ids,
         expected.outputs[0].text,
     )

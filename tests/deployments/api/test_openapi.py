@@ -19,15 +19,15 @@ KEY = "a-key-of-at-least-16-characters"
 
 @pytest.fixture
 def document(client: TestClient) -> dict[str, Any]:
-    found: dict[str, Any] = client.get("/openapi.json").json()
-    return found
+    description: dict[str, Any] = client.get("/openapi.json").json()
+    return description
 
 
 def _references(value: Any) -> set[str]:
     if isinstance(value, dict):
-        inner = {one for item in value.values() for one in _references(item)}
+        inner = {reference for item in value.values() for reference in _references(item)}
         return inner | ({value["$ref"]} if "$ref" in value else set())
-    return {one for item in value for one in _references(item)} if isinstance(value, list) else set()
+    return {reference for item in value for reference in _references(item)} if isinstance(value, list) else set()
 
 
 def test_it_has_every_route_and_no_other(document: dict[str, Any], ingress: Ingress) -> None:
@@ -54,10 +54,10 @@ def test_every_reference_leads_to_a_schema(document: dict[str, Any]) -> None:
 
 
 def test_operations_are_told_apart(document: dict[str, Any]) -> None:
-    operations = [one for path in document["paths"].values() for one in path.values()]
-    ids = [one["operationId"] for one in operations]
+    operations = [operation for path in document["paths"].values() for operation in path.values()]
+    ids = [operation["operationId"] for operation in operations]
     assert len(set(ids)) == len(ids)
-    assert all(one["summary"].endswith(".") for one in operations)
+    assert all(operation["summary"].endswith(".") for operation in operations)
     assert {"400", "404", "408", "413", "501", "503"} <= set(
         document["paths"]["/v1/chat/completions"]["post"]["responses"]
     )

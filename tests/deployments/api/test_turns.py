@@ -41,7 +41,7 @@ async def test_clients_take_turns() -> None:
         went_on.append(f"{client}{number}")
 
     sent = [*(("a", number) for number in range(6)), *(("b", number) for number in range(2)), ("c", 0)]
-    await asyncio.gather(*(caller(*one) for one in sent))
+    await asyncio.gather(*(caller(*arguments) for arguments in sent))
     assert went_on == ["a0", "a1", "a2", "b0", "c0", "a3", "b1", "a4", "a5"]
     await asyncio.wait_for(gate.wait("d"), HANG_S)
 

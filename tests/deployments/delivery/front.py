@@ -172,7 +172,9 @@ class Front:
     def routers(self, replica: str) -> Iterable[Router]:
         """Return the sockets of a replica."""
         address = self.servers[replica].address
-        return [self.network.routers[int(one.rpartition(":")[2])] for one in (address.requests, address.outputs)]
+        return [
+            self.network.routers[int(endpoint.rpartition(":")[2])] for endpoint in (address.requests, address.outputs)
+        ]
 
     def tick(self) -> None:
         """Let the ingress acknowledge and look for lost messages, as it does periodically."""

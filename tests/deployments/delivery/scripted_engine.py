@@ -90,9 +90,9 @@ class ScriptedEngine:
             return
         self._count = count
         by_reader: dict[OutputReader, list[tuple[Any, EngineOutput]]] = {}
-        for key, one in list(self.running.items()):
-            output = next(one.outputs)
-            by_reader.setdefault(one.reader, []).append((one.tag, output))
+        for key, stream in list(self.running.items()):
+            output = next(stream.outputs)
+            by_reader.setdefault(stream.reader, []).append((stream.tag, output))
             if output.is_last:
                 del self.running[key]
         for reader, outputs in by_reader.items():
@@ -123,14 +123,14 @@ class ScriptedEngine:
 
     def remove_reader(self, reader: OutputReader) -> None:
         def abort_all() -> None:
-            for key in [key for key, one in self.running.items() if one.reader is reader]:
+            for key in [key for key, stream in self.running.items() if stream.reader is reader]:
                 self._abort(key)
 
         self._commands.append(abort_all)
 
     def _abort(self, key: str) -> None:
-        if (one := self.running.pop(key, None)) is not None:
-            one.reader.end(one.tag)
+        if (stream := self.running.pop(key, None)) is not None:
+            stream.reader.end(stream.tag)
 
 
 def _is_plain(output: EngineOutput) -> bool:

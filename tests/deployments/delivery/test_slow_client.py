@@ -27,7 +27,7 @@ SLOW = 100  # the first token of its prompt
 
 def _request(first_token: int, length: int, top: int | None) -> Request:
     token_ids = [5 + (first_token + 7 * position) % 290 for position in range(length)]
-    logprobs = None if top is None else [{one: Logprob(-1.0, 1), 301: Logprob(-2.0, 2)} for one in token_ids]
+    logprobs = None if top is None else [{token_id: Logprob(-1.0, 1), 301: Logprob(-2.0, 2)} for token_id in token_ids]
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "stream": True, "return_token_ids": True}
     if top is not None:
         body |= {"logprobs": True, "top_logprobs": top}
@@ -78,7 +78,7 @@ async def test_a_client_that_reads_nothing_slows_no_other_and_gets_its_answer_wh
     alone, _, _ = await _run(tokenizer, None)
     beside, content, queued = await _run(tokenizer, slow)
     assert beside == alone
-    assert len({tuple(one) for one in alone}) >= TOKENS
+    assert len({tuple(content) for content in alone}) >= TOKENS
     assert MAX_QUEUED // 2 < max(queued) <= MAX_QUEUED
     expected, _ = await respond_undisturbed(slow, tokenizer)
     assert content == expected

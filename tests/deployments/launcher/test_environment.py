@@ -72,9 +72,9 @@ def test_our_own_processes_are_not_reached_through_a_proxy(
         monkeypatch.delenv(name, raising=False)
     for name, value in (given | {"http_proxy": DEAD_PROXY, "GRPC_PROXY": DEAD_PROXY, "grpc_proxy": DEAD_PROXY}).items():
         monkeypatch.setenv(name, value)
-    found = environment(ProxyLimits(), tmp_path)
-    assert (found["grpc_proxy"], found["no_proxy"], found["NO_PROXY"]) == ("", expected, expected)
-    assert found["http_proxy"] == DEAD_PROXY  # for what is not ours
+    variables = environment(ProxyLimits(), tmp_path)
+    assert (variables["grpc_proxy"], variables["no_proxy"], variables["NO_PROXY"]) == ("", expected, expected)
+    assert variables["http_proxy"] == DEAD_PROXY  # for what is not ours
 
 
 @pytest.mark.parametrize("name", ["http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"])

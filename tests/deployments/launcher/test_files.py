@@ -22,9 +22,9 @@ def test_directories_that_no_process_uses_are_deleted(tmp_path: Path) -> None:
     others, used = _directory(tmp_path / "others"), _directory(tmp_path / "pg-used")
     with subprocess.Popen(["sleep", "60"], env={**os.environ, "TMPDIR": str(used)}) as process:
         try:
-            with temporary_directory(tmp_path) as made:
-                assert Path(made).name.startswith("pg-")
-                assert {*tmp_path.iterdir()} == {new, others, used, Path(made)}
+            with temporary_directory(tmp_path) as directory:
+                assert Path(directory).name.startswith("pg-")
+                assert {*tmp_path.iterdir()} == {new, others, used, Path(directory)}
         finally:
             process.kill()
     assert not left.exists()

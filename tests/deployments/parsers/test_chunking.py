@@ -81,11 +81,11 @@ def cut(text: str, positions: Sequence[int]) -> list[str]:
 
 def markers(tool: str | None, reasoning: str | None) -> list[str]:
     """Return the markers of a model's formats."""
-    found = [
+    markers = [
         *(TOOL_PARSERS[tool].markers if tool else ()),
         *(REASONING_PARSERS[reasoning].markers if reasoning else ()),
     ]
-    return sorted(set(found))
+    return sorted(set(markers))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -33,7 +33,9 @@ def _headers_of_ray() -> set[str]:
 
 def _is_dropped(name: str) -> bool:
     spelled = name.replace("_", "-")
-    return any(spelled.startswith(one) if one.endswith("-") else spelled == one for one in DROPPED_HEADERS)
+    return any(
+        spelled.startswith(dropped) if dropped.endswith("-") else spelled == dropped for dropped in DROPPED_HEADERS
+    )
 
 
 def test_every_header_that_ray_reads_is_known_here() -> None:

@@ -92,7 +92,7 @@ def is_established(proxy: Proxy, client: socket.socket) -> bool:
     """Whether HAProxy has not yet closed a connection, whatever the client has read of it."""
     theirs = client.getsockname()
     own = psutil.Process(proxy.process.pid).net_connections("tcp")
-    return any(one.raddr == theirs and one.status == psutil.CONN_ESTABLISHED for one in own)
+    return any(connection.raddr == theirs and connection.status == psutil.CONN_ESTABLISHED for connection in own)
 
 
 def test_without_an_ingress_the_error_is_json(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_probes_keep_a_connection_that_no_other_request_takes(tmp_path: Path, in
 
 
 def test_an_ingress_that_answers_late_is_not_taken_for_dead(proxy: Proxy) -> None:
-    (line,) = [one for one in proxy.config.read_text().splitlines() if "default-server" in one and "check" in one]
+    (line,) = [text for text in proxy.config.read_text().splitlines() if "default-server" in text and "check" in text]
     inter, fall = (int(value) for value in re.findall(r" (?:inter|fall) (\d+)", line.replace("fastinter", "")))
     assert {inter, fall} == {5, 6}, line
 
@@ -161,9 +161,9 @@ def test_pages_and_sockets_are_for_this_machine_and_user_only(proxy: Proxy) -> N
     httpx.get(f"http://127.0.0.1:{proxy.stats_port}/stats").raise_for_status()
     pages = (proxy.stats_port, proxy.metrics_port, proxy.probe_port)
     listening = {
-        one.laddr.port: one.laddr.ip
-        for one in psutil.Process(proxy.process.pid).net_connections("tcp")
-        if one.status == psutil.CONN_LISTEN
+        connection.laddr.port: connection.laddr.ip
+        for connection in psutil.Process(proxy.process.pid).net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
     }
     assert listening == dict.fromkeys((proxy.port, *pages), "127.0.0.1")
 
@@ -226,7 +226,7 @@ def test_it_starts_with_few_files(tmp_path: Path, max_files: int) -> None:
         process.kill()
         process.wait()
     numbers = re.findall(r"^ +maxconn (\d+)$|fe_conn gt (\d+)", path.read_text(), re.MULTILINE)
-    total, accepted = (int(one or other) for one, other in numbers)
+    total, accepted = (int(alone or other) for alone, other in numbers)
     assert (total - accepted, 2.5 * total < max_files) == (256, True)
     assert within_file_limit(ProxyLimits(), 10**6) == ProxyLimits()
 

@@ -18,8 +18,8 @@ FIRST, LAST = RequestTiming(0.002, 0.003), RequestTiming(0.002, 0.003, 0.004)
 @pytest.fixture
 def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")  # milliseconds
-    with collecting() as made:
-        yield made
+    with collecting() as receiver:
+        yield receiver
 
 
 @pytest.fixture

@@ -192,9 +192,9 @@ async def test_a_request_that_has_ended_holds_no_answers() -> None:
 
 def test_a_generated_id_is_in_header_log_and_body(client: TestClient, serve_log: Log) -> None:
     answer = client.post("/v1/completions", json={"prompt": "a"})
-    made = answer.headers["x-request-id"]
-    assert _fields(serve_log)["id"] == made
-    assert answer.json()["id"] == f"cmpl-{made}"
+    request_id = answer.headers["x-request-id"]
+    assert _fields(serve_log)["id"] == request_id
+    assert answer.json()["id"] == f"cmpl-{request_id}"
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_a_log_that_is_off_writes_nothing(open_client: OpenClient, serve_log: Lo
 def test_json_has_fields(open_client: OpenClient, serve_log: Log) -> None:
     client = open_client(logging={"encoding": "JSON", "prompts": True})
     client.post("/v1/completions", json={"prompt": EVIL}, headers={"X-Request-Id": "abc"})
-    (record,) = [one for one in serve_log if one.getMessage() == "request finished"]
+    (record,) = [item for item in serve_log if item.getMessage() == "request finished"]
     line = JSONFormatter().format(record)  # what Serve uses
     assert "\n" not in line
     said = json.loads(line)

@@ -208,9 +208,9 @@ def test_phases_are_laid_out_from_the_first_token(
 ) -> None:
     record = RequestRecord("id", "/v1/completions", ended=13.0)
     record.generations = (SimpleNamespace(attempts=[Dispatch(REQUEST, started=10.0, ended=12.5, **attempt)]),)  # type: ignore[assignment]
-    found = [(phase.name, phase.start, phase.end) for phase in phases(record)]
-    assert [name for name, _, _ in found] == [name for name, _, _ in expected]
-    assert [times for _, *times in found] == [pytest.approx(times) for _, *times in expected]
+    laid_out = [(phase.name, phase.start, phase.end) for phase in phases(record)]
+    assert [name for name, _, _ in laid_out] == [name for name, _, _ in expected]
+    assert [times for _, *times in laid_out] == [pytest.approx(times) for _, *times in expected]
 
 
 def test_tokens_that_arrive_together_have_the_engines_times(collector: Collector) -> None:

@@ -74,9 +74,9 @@ class Front:
 
 @pytest.fixture
 async def front(peers: Peers) -> AsyncIterator[Front]:
-    made = Front(peers)
-    yield made
-    made.dispatcher.close()
+    opened = Front(peers)
+    yield opened
+    opened.dispatcher.close()
 
 
 async def test_a_prefix_goes_to_the_replica_that_caches_it(front: Front) -> None:

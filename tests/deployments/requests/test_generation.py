@@ -85,7 +85,9 @@ async def test_logprobs_survive_a_loss() -> None:
     asked: dict[str, Any] = {"frequency_penalty": 1.0, "structured_outputs": form, "logprobs": 0, "prompt_logprobs": 0}
     generation, engines = _generation([first, second], **asked)
     deltas = await _all(generation)
-    assert [one[token].logprob for d in deltas for token, one in zip(d.token_ids, d.logprobs or (), strict=True)] == [
+    assert [
+        logprobs[token].logprob for d in deltas for token, logprobs in zip(d.token_ids, d.logprobs or (), strict=True)
+    ] == [
         -0.5,
         -1.5,
         -2.0,
@@ -175,9 +177,9 @@ async def test_when_all_replicas_are_full_the_request_fails() -> None:
     with pytest.raises(OverloadedError):
         await _all(generation)
     assert len(engines.calls) == 2
-    one = OverloadedError("full")
-    one.replica = "r1"
-    generation, engines = _generation([[one]])  # the only replica there is
+    overload = OverloadedError("full")
+    overload.replica = "r1"
+    generation, engines = _generation([[overload]])  # the only replica there is
     with pytest.raises(OverloadedError):
         await _all(generation)
     assert len(engines.calls) == 2

@@ -38,8 +38,8 @@ class View(ClusterView):
 def _dispatch(*outputs: EngineOutput, deadline_s: float = 60.0) -> Dispatch:
     """Return a request at r1 that has sent these outputs."""
     dispatch = Dispatch(REQUEST, [7], deadline=now() + deadline_s, replica="r1")
-    for one in outputs:
-        dispatch.put(one)
+    for arrived in outputs:
+        dispatch.put(arrived)
     return dispatch
 
 

@@ -25,7 +25,7 @@ IDLE = EngineLoad(0, 0, 0, 1_000, 1_000, 1_000.0, 0.03, 1)
 def recorded(metric: Metric, *labels: str) -> float:
     """Return the value of a metric of this process."""
     series = ingress_recorder().snapshot()
-    return next((one.value for one in series if (one.metric, one.labels) == (metric, labels)), 0.0)
+    return next((sample.value for sample in series if (sample.metric, sample.labels) == (metric, labels)), 0.0)
 
 
 def test_a_draining_replica_is_observed_until_our_requests_there_end() -> None:

@@ -177,17 +177,17 @@ class Cluster:
 
     def _replica(self, name: str) -> Replica:
         self.num_made += 1
-        made = Replica(name, 1000 * self._seed + self.num_made)
-        self._stack.callback(made.publisher.close)
-        return made
+        replica = Replica(name, 1000 * self._seed + self.num_made)
+        self._stack.callback(replica.publisher.close)
+        return replica
 
     def _ingress(self) -> tuple[Indexed, KVEventSubscriber]:
         known, recorder = Indexed(), Recorder()
-        made = KVEventSubscriber(known, recorder, resync_s=0.1)
-        self._stack.callback(made.close)
+        subscriber = KVEventSubscriber(known, recorder, resync_s=0.1)
+        self._stack.callback(subscriber.close)
         self.recorders.append(recorder)
-        made.set_endpoints(self._endpoints)
-        return known, made
+        subscriber.set_endpoints(self._endpoints)
+        return known, subscriber
 
     @property
     def _endpoints(self) -> dict[str, str]:
@@ -195,7 +195,9 @@ class Cluster:
 
 
 def num_gaps(recorders: Iterable[Recorder]) -> float:
-    return sum(one.value for recorder in recorders for one in recorder.snapshot() if one.metric is KV_INDEX_GAPS)
+    return sum(
+        sample.value for recorder in recorders for sample in recorder.snapshot() if sample.metric is KV_INDEX_GAPS
+    )
 
 
 def test_the_index_is_exact_after_a_quarter_of_an_hour() -> None:

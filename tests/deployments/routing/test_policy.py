@@ -160,9 +160,9 @@ def test_of_equals_the_less_crowded_batch_wins() -> None:
 
 
 def test_every_ingress_chooses_the_same_for_any_order_of_candidates() -> None:
-    one, other = make_view("abcd"), make_view("dbca")
+    view, other = make_view("abcd"), make_view("dbca")
     for number in range(50):
-        assert first(one, prompt(number), "abcd") == first(other, prompt(number), "cadb")
+        assert first(view, prompt(number), "abcd") == first(other, prompt(number), "cadb")
 
 
 def test_a_lost_replica_moves_only_its_own_prompts() -> None:

@@ -21,9 +21,9 @@ def test_a_returned_request_is_listed_with_its_last_replica() -> None:
     dispatch = dispatch_of([], 70)
     for dispatch.replica in ("a", "b"):
         routed.add(dispatch, COLD, 16)
-    assert [one.replica for one in routed.requests()] == ["b"]
+    assert [request.replica for request in routed.requests()] == ["b"]
     routed.add(dispatch_of([], 70, "a"), COLD, 16)
-    assert [one.replica for one in routed.requests()] == ["b", "a"]
+    assert [request.replica for request in routed.requests()] == ["b", "a"]
 
 
 def test_the_list_is_bounded() -> None:
@@ -32,6 +32,6 @@ def test_the_list_is_bounded() -> None:
     routed.add(first, COLD, 16)
     for number in range(1, 2 * LENGTH):
         routed.add(dispatch_of([], number, "a"), COLD, 16)
-    assert [one.prompt_tokens for one in routed.requests()] == list(range(LENGTH, 2 * LENGTH))
+    assert [request.prompt_tokens for request in routed.requests()] == list(range(LENGTH, 2 * LENGTH))
     routed.add(first, COLD, 16)  # its entry is gone, and it is sent again
-    assert [one.prompt_tokens for one in routed.requests()] == [*range(LENGTH + 1, 2 * LENGTH), 0]
+    assert [request.prompt_tokens for request in routed.requests()] == [*range(LENGTH + 1, 2 * LENGTH), 0]

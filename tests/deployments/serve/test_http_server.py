@@ -105,7 +105,7 @@ async def _turns_of_requests(methods: list[str], clients: list[str]) -> list[int
 async def test_few_requests_with_a_body_start_in_a_turn() -> None:
     turns = await _turns_of_requests(["POST"] * 12, ["a"] * 12)
     assert turns == sorted(turns)
-    assert max(turns.count(one) for one in turns) == 3
+    assert max(turns.count(turn) for turn in turns) == 3
 
 
 async def test_health_checks_and_other_clients_do_not_wait_for_the_end_of_a_burst() -> None:

@@ -50,14 +50,14 @@ class FakeRequest:
 @pytest.fixture
 async def router() -> PrefixRouter:
     cluster_view.cache_clear()
-    made = PrefixRouter(
+    started = PrefixRouter(
         DEPLOYMENT, DeploymentHandleSource.REPLICA, self_actor_id="ingress", use_replica_queue_len_cache=True
     )
-    made.initialize_state(load_bound=1.25)
-    made.update_replicas([FakeReplica(name) for name in ("a", "b", "c")])  # type: ignore[misc]
-    lengths = made.replica_queue_len_cache
+    started.initialize_state(load_bound=1.25)
+    started.update_replicas([FakeReplica(name) for name in ("a", "b", "c")])  # type: ignore[misc]
+    lengths = started.replica_queue_len_cache
     await until_in_loop(lambda: all(lengths.get(_id(name)) == 0 for name in "abc"), "the queue lengths are known")
-    return made
+    return started
 
 
 async def _send(router: PrefixRouter) -> str:

@@ -170,7 +170,11 @@ async def test_the_documented_shape() -> None:
         "blocks_per_cell": 2,
         "cells": base64.b64encode(bytes([1, 1, 0, 0, 0, 2, 0, 0, 0])).decode(),
     }
-    assert [(one["ingress"], one["time"]) for one in state["routed"]] == [("j", 6.0), ("i", 5.0), ("j", 4.0)]
+    assert [(request["ingress"], request["time"]) for request in state["routed"]] == [
+        ("j", 6.0),
+        ("i", 5.0),
+        ("j", 4.0),
+    ]
     assert state["routed"][1] == {
         "time": 5.0,
         "ingress": "i",

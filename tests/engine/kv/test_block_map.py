@@ -30,8 +30,8 @@ def picture(blocks: list[Block], max_cells: int) -> BlockMap:
     return BlockMap(len(blocks), size, b"".join(cells_by_slice(blocks, size)))
 
 
-def cells(made: BlockMap) -> list[tuple[int, ...]]:
-    return [tuple(made.cells[first : first + 3]) for first in range(0, len(made.cells), 3)]
+def cells(block_map: BlockMap) -> list[tuple[int, ...]]:
+    return [tuple(block_map.cells[first : first + 3]) for first in range(0, len(block_map.cells), 3)]
 
 
 @pytest.mark.parametrize(("num_blocks", "max_cells", "size"), [(8, 8, 1), (8, 4, 2), (9, 4, 3), (1, 1024, 1)])
@@ -54,9 +54,9 @@ def test_each_state_is_counted_in_its_own_cell() -> None:
 
 def test_a_cell_never_counts_further_than_a_byte() -> None:
     blocks = [Block(number, ref_count=1) for number in range(1000)]
-    made = picture(blocks, 1)
-    assert made.blocks_per_cell == 255
-    assert cells(made) == [(0, 255, 0), (0, 255, 0), (0, 255, 0), (0, 235, 0)]
+    block_map = picture(blocks, 1)
+    assert block_map.blocks_per_cell == 255
+    assert cells(block_map) == [(0, 255, 0), (0, 255, 0), (0, 255, 0), (0, 235, 0)]
 
 
 def test_a_big_pool_is_read_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,8 +110,8 @@ async def test_it_is_drawn_while_the_engine_runs() -> None:
         async for _ in stream(running, EngineRequest("a", [1] * 40, SamplingParams(max_tokens=100))):
             may_step.release()  # the next step runs while the picture is drawn
             seen.append(await running.block_map(max_cells=16))
-        assert all(made.blocks_per_cell == 4 for made in seen)
-        assert any(made.counts().used >= 10 for made in seen)
+        assert all(block_map.blocks_per_cell == 4 for block_map in seen)
+        assert any(block_map.counts().used >= 10 for block_map in seen)
         reset = asyncio.Event()
         running.call_in_step_thread(engine.reset_prefix_cache)
         running.call_in_step_thread(partial(asyncio.get_running_loop().call_soon_threadsafe, reset.set))

@@ -22,7 +22,7 @@ class Ranks:
     def step(self, *tables: list[int]) -> int:
         """Make a step with these tables; return how many entries it sent."""
         rows, changes = self.tracker.update(list(tables))
-        self.tables.write(*(torch.from_numpy(one) for one in pickle.loads(pickle.dumps(changes))))
+        self.tables.write(*(torch.from_numpy(array) for array in pickle.loads(pickle.dumps(changes))))
         held = self.tables.select(torch.from_numpy(rows), WIDTH)
         assert held.tolist() == [table + [-1] * (WIDTH - len(table)) for table in tables]
         assert held.is_contiguous()

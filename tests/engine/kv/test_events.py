@@ -63,7 +63,7 @@ class Replica:
     def holes(self) -> list[int]:
         """What is stored without the block before it."""
         roots = {root_hash("shadow", salt) for salt in ("", "a")}
-        return [one for one in self.stored if self.parents.get(one) not in self.stored | roots]
+        return [block_hash for block_hash in self.stored if self.parents.get(block_hash) not in self.stored | roots]
 
 
 def num_lost_pages(manager: BlockManager) -> int:
@@ -81,15 +81,19 @@ def follow(monkeypatch: pytest.MonkeyPatch, replica: Replica) -> Counter[str]:
         manager = load.engine.block_manager
         published = manager.prefix_cache.published_hashes()
         assert replica.stored == set(published)
-        on_device = [one.block_hash for one in manager.pool.blocks if one.block_hash is not None]
-        on_host = [one.block_hash for one in manager.host_pool.pages.blocks if one.block_hash is not None]
+        on_device = [block.block_hash for block in manager.pool.blocks if block.block_hash is not None]
+        on_host = [block.block_hash for block in manager.host_pool.pages.blocks if block.block_hash is not None]
         assert sorted(published) == sorted({*on_device, *on_host})
         replica.learn_parents(manager.pool.blocks + manager.host_pool.pages.blocks)
         counts.update(blocks=len(published), holes=len(replica.holes), twice=len(set(on_device) & set(on_host)))
         counts["on the host alone"] += len(published) - len(on_device)
         counts.update({"pages": len(on_host), "lost pages": num_lost_pages(manager)})
         position = {block_hash: index for index, block_hash in enumerate(published[: len(on_device)])}
-        late = [one for one in position if position.get(replica.parents.get(one, -1), -1) > position[one]]
+        late = [
+            block_hash
+            for block_hash in position
+            if position.get(replica.parents.get(block_hash, -1), -1) > position[block_hash]
+        ]
         counts["children before parents"] += len(late)
 
     for name in ("step", "reset_prefix_cache"):

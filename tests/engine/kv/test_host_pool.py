@@ -182,7 +182,7 @@ def test_events_say_which_blocks_one_of_the_tiers_holds() -> None:
     def run(first: int) -> list[KVEvent]:
         events.clear()
         answer(engine, list(range(first, first + 9)))
-        return [one for one in events if isinstance(one, BlockRemoved)]
+        return [event for event in events if isinstance(event, BlockRemoved)]
 
     assert not run(0)
     kept = cache.published_hashes()
@@ -192,7 +192,7 @@ def test_events_say_which_blocks_one_of_the_tiers_holds() -> None:
     assert not events, "nor stored again"
     removed = run(40) + run(50)
     assert removed, "what the host evicts is removed"
-    assert not {one.block_hash for one in removed} & set(cache.published_hashes())
+    assert not {event.block_hash for event in removed} & set(cache.published_hashes())
     engine.reset_prefix_cache()
     assert events[-1] == AllBlocksCleared()
     assert cache.published_hashes() == []
@@ -240,7 +240,7 @@ def test_a_block_that_is_computed_again_keeps_its_identity_so_that_pages_after_i
     again = make_sequence(list(range(4)))
     manager.allocate(again, 4)  # without a look-up
     end(manager, again)
-    assert not [one for one in manager.prefix_cache.take_events() if not isinstance(one, BlockRemoved)]
+    assert not [event for event in manager.prefix_cache.take_events() if not isinstance(event, BlockRemoved)]
     match = manager.match_prefix(make_sequence(list(range(8))))
     assert (len(match.blocks), len(match.pages)) == (1, 1)
     manager.check_integrity([])
@@ -283,7 +283,7 @@ def test_the_cached_pages_yield_to_a_swapped_sequence() -> None:
     assert manager.can_swap_out([sequence])
     manager.swap_out([sequence])
     manager.host_pool.take_copies()
-    assert sum(isinstance(one, BlockRemoved) for one in manager.prefix_cache.take_events()) == 3
+    assert sum(isinstance(event, BlockRemoved) for event in manager.prefix_cache.take_events()) == 3
     manager.check_integrity([sequence])
     end(manager, start(manager, [*range(60, 72)]))
     manager.check_integrity([sequence])
@@ -322,7 +322,9 @@ def test_several_answers_start_with_a_prefix_from_the_host() -> None:
     while engine.has_unfinished:
         engine.step()
     assert group.sequences[0].num_cached_tokens == 12
-    assert [one.output_token_ids for one in group.sequences] == [runner.answer(prompt, 2, index=i) for i in range(3)]
+    assert [sequence.output_token_ids for sequence in group.sequences] == [
+        runner.answer(prompt, 2, index=i) for i in range(3)
+    ]
 
 
 def test_without_prefix_caching_nothing_is_kept_but_swapped_sequences() -> None:

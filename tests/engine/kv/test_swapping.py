@@ -40,7 +40,10 @@ class SwapWitness:
         execute = runner.workers.local.execute
 
         def watching_schedule() -> SchedulerOutput:
-            tables = {one: (list(one.block_table), one.num_computed_tokens) for one in self._engine.scheduler.running}
+            tables = {
+                sequence: (list(sequence.block_table), sequence.num_computed_tokens)
+                for sequence in self._engine.scheduler.running
+            }
             output = schedule()
             for sequence, (table, count) in tables.items():
                 if sequence.status is SequenceStatus.SWAPPED and count:

@@ -185,8 +185,8 @@ def test_the_oracle_takes_a_guess_only_if_transformers_generates_it(qwen3: Saved
     prompts = make_prompts(384)[9:11]
     generated = oracle(qwen3.model, prompts)
     assert oracle(qwen3.model, prompts, guesses=generated) == generated
-    one, other = generated
-    for wrong in (other, one[:-1], [*one, 5], [*one[:-1], one[-1] ^ 1], [one[0] ^ 1, *one[1:]], []):
+    first, other = generated
+    for wrong in (other, first[:-1], [*first, 5], [*first[:-1], first[-1] ^ 1], [first[0] ^ 1, *first[1:]], []):
         assert oracle(qwen3.model, prompts, guesses=[wrong, other]) == generated
 
 

@@ -48,7 +48,9 @@ def test_published_phi_models_are_computed_by_our_own_decoder(
     assert (shape.max_position_embeddings, shape.vocab_size) == (context, published["vocab_size"])
 
 
-@pytest.mark.parametrize("published", [PHI3_5_MINI, PHI4_MINI, PHI3_5_MOE], ids=lambda one: str(one["_name_or_path"]))
+@pytest.mark.parametrize(
+    "published", [PHI3_5_MINI, PHI4_MINI, PHI3_5_MOE], ids=lambda config: str(config["_name_or_path"])
+)
 def test_longrope_is_served_up_to_its_original_context(
     tmp_path: Path, published: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:

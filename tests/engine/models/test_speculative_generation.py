@@ -43,7 +43,7 @@ class DraftCounter:
             self.num_steps += 1
             self.num_drafted += output.num_draft_tokens
             self.num_accepted += sum(output.num_accepted.values())
-            self.num_cut += sum(output.num_accepted[one] > 0 for one in ended)
+            self.num_cut += sum(output.num_accepted[sequence] > 0 for sequence in ended)
             return ended
 
         monkeypatch.setattr(Drafter, "accept", counting)
@@ -85,7 +85,7 @@ def test_greedy_equals_transformers_for_every_family(
             f"{family.name} {name}: {preemptions.count - preempted} preemptions, "
             f"{drafts.num_accepted - accepted} of {drafts.num_drafted - drafted} guesses right"
         )
-        got = [one for (one,) in answers(outputs)]
+        got = [answer for (answer,) in answers(outputs)]
         expected = expected or oracle(family.model, prompts, guesses=got)
         assert got == expected, name
         assert preemptions.count > preempted, name
@@ -148,9 +148,9 @@ def test_drafts_go_beside_whatever_else_is_asked_for(qwen3: SavedModel, drafts: 
     got = run(make_llm(qwen3.path, speculative_config=SPECULATION, **options), prompts, params)
     assert drafts.num_accepted > 20
     assert answers(got) == answers(expected)
-    for one, other in zip(got, expected, strict=True):
-        assert one.outputs[0].cumulative_logprob == pytest.approx(other.outputs[0].cumulative_logprob)
-        assert (one.prompt_logprobs is None) == (other.prompt_logprobs is None)
+    for answer, other in zip(got, expected, strict=True):
+        assert answer.outputs[0].cumulative_logprob == pytest.approx(other.outputs[0].cumulative_logprob)
+        assert (answer.prompt_logprobs is None) == (other.prompt_logprobs is None)
 
 
 def test_ranks_compute_drafts_in_step(

@@ -40,7 +40,7 @@ def test_reasoning_ends_at_its_budget_and_the_answer_goes_on(llm: LLM, sampled: 
 
     budgets = (0, 1, 4, 11)
     [plain] = _generate(llm, [PROMPT], [params(12)])
-    ended = _generate(llm, [PROMPT] * (len(budgets) + 1), [params(12), *(params(12, one) for one in budgets)])
+    ended = _generate(llm, [PROMPT] * (len(budgets) + 1), [params(12), *(params(12, budget) for budget in budgets)])
     assert ended[0] == plain
     for budget, tokens in zip(budgets, ended[1:], strict=True):
         assert tokens[: budget + 1] == [*plain[:budget], END]
@@ -73,10 +73,10 @@ def test_drafts_lead_no_reasoning_beyond_its_budget(qwen3: SavedModel) -> None:
     drafter = llm.engine.scheduler.drafter
     assert drafter is not None
     drafter.proposer = known = Known(answer)
-    found = _generate(llm, [PROMPT, PROMPT], [endless, limited])
+    answers = _generate(llm, [PROMPT, PROMPT], [endless, limited])
     assert known.num_proposed
-    assert found[0] == answer
-    assert found[1][:6] == [*answer[:5], END]
+    assert answers[0] == answer
+    assert answers[1][:6] == [*answer[:5], END]
 
 
 def test_an_answer_that_moves_to_another_engine_keeps_its_budget(llm: LLM) -> None:

@@ -62,9 +62,9 @@ def beam_requests(path: str) -> tuple[list[list[int]], list[SamplingParams], lis
 
 def test_beams_equal_transformers_for_every_family(family: SavedModel) -> None:
     prompts, params, stop_ids = beam_requests(family.path)
-    expected = [oracle_beams(family.model, *one) for one in zip(prompts, params, stop_ids, strict=True)]
+    expected = [oracle_beams(family.model, *asked) for asked in zip(prompts, params, stop_ids, strict=True)]
     lengths = [len(tokens) for answer, _ in expected for tokens in answer]
-    limits = [one.max_tokens for one, (answer, _) in zip(params, expected, strict=True) for _ in answer]
+    limits = [asked.max_tokens for asked, (answer, _) in zip(params, expected, strict=True) for _ in answer]
     num_early = sum(length < (limit or 0) for length, limit in zip(lengths, limits, strict=True))
     assert num_early > len(lengths) // 4, "hardly a beam ended early, so nothing was shown about that"
     rng = random.Random(5)
@@ -76,8 +76,8 @@ def test_beams_equal_transformers_for_every_family(family: SavedModel) -> None:
         SamplingParams(temperature=0.0, max_tokens=20, logprobs=2, prompt_logprobs=1),
     ]
     others_alone = [
-        answers(run(make_llm(family.path), [prompt], [one]))[0]
-        for prompt, one in zip(others, others_params, strict=True)
+        answers(run(make_llm(family.path), [prompt], [asked]))[0]
+        for prompt, asked in zip(others, others_params, strict=True)
     ]
     for options in SETTINGS:
         num_blocks = POOL_TOKENS // options["block_size"]
@@ -85,14 +85,14 @@ def test_beams_equal_transformers_for_every_family(family: SavedModel) -> None:
         did = Activity(llm)
         outputs = run(llm, others + prompts, others_params + params)
         print(options, did)
-        for prompt, one, output, (tokens, totals) in zip(
+        for prompt, asked, output, (tokens, totals) in zip(
             prompts, params, outputs[len(others) :], expected, strict=True
         ):
-            name = f"{options} {len(prompt)} tokens {one}"
+            name = f"{options} {len(prompt)} tokens {asked}"
             assert [answer.token_ids for answer in output.outputs] == tokens, name
             assert [answer.cumulative_logprob for answer in output.outputs] == pytest.approx(totals, abs=TOLERANCE)
             for answer in output.outputs:
-                ended = answer.token_ids[-1] in (one.stop_token_ids or ())
+                ended = answer.token_ids[-1] in (asked.stop_token_ids or ())
                 assert answer.finish_reason == ("stop" if ended else "length"), name
                 assert answer.stop_reason == (answer.token_ids[-1] if ended else None), name
         assert answers(outputs[: len(others)]) == others_alone, options
@@ -133,9 +133,9 @@ def check_position(got: TokenLogprobs, expected: torch.Tensor, token_id: int, co
     top = expected.topk(count)
     assert ids[0] == token_id
     assert ids == list(dict.fromkeys([token_id, *top.indices.tolist()]))
-    for one, logprob in got.items():
-        assert logprob.logprob == pytest.approx(float(expected[one]), abs=TOLERANCE)
-        assert logprob.rank == int((expected > expected[one]).sum()) + 1
+    for candidate, logprob in got.items():
+        assert logprob.logprob == pytest.approx(float(expected[candidate]), abs=TOLERANCE)
+        assert logprob.rank == int((expected > expected[candidate]).sum()) + 1
 
 
 def check_logprobs(model: PreTrainedModel, output: RequestOutput, params: SamplingParams) -> None:
@@ -145,8 +145,8 @@ def check_logprobs(model: PreTrainedModel, output: RequestOutput, params: Sampli
         assert answer.logprobs is not None
         assert params.logprobs is not None
         generated = rows[len(prompt) - 1 : -1]
-        for one, row, token_id in zip(answer.logprobs, generated, answer.token_ids, strict=True):
-            check_position(one, row, token_id, params.logprobs)
+        for position, row, token_id in zip(answer.logprobs, generated, answer.token_ids, strict=True):
+            check_position(position, row, token_id, params.logprobs)
         total = sum(float(row[token_id]) for row, token_id in zip(generated, answer.token_ids, strict=True))
         assert answer.cumulative_logprob == pytest.approx(total, abs=TOLERANCE)
     if params.prompt_logprobs is None:
@@ -155,9 +155,9 @@ def check_logprobs(model: PreTrainedModel, output: RequestOutput, params: Sampli
     assert output.prompt_logprobs is not None
     assert output.prompt_logprobs[0] is None
     rows = raw_logprobs(model, prompt)[:-1]
-    for one, row, token_id in zip(output.prompt_logprobs[1:], rows, prompt[1:], strict=True):
-        assert one is not None
-        check_position(one, row, token_id, params.prompt_logprobs)
+    for position, row, token_id in zip(output.prompt_logprobs[1:], rows, prompt[1:], strict=True):
+        assert position is not None
+        check_position(position, row, token_id, params.prompt_logprobs)
 
 
 LOGPROB_PARAMS: list[dict[str, Any]] = [
@@ -182,7 +182,7 @@ def test_logprobs_equal_transformers_for_every_family(family: SavedModel, budget
         (shared + random_tokens(rng, count))[-count:] if count < 48 else shared + random_tokens(rng, count - 32)
         for count in lengths
     ]
-    params = [SamplingParams(**one, max_tokens=12, ignore_eos=True) for one in LOGPROB_PARAMS]
+    params = [SamplingParams(**fields, max_tokens=12, ignore_eos=True) for fields in LOGPROB_PARAMS]
     llm = make_llm(
         family.path, block_size=16, num_blocks=24, max_num_batched_tokens=budget, swap_space_gib=0.0001 * (budget > 16)
     )
@@ -190,11 +190,11 @@ def test_logprobs_equal_transformers_for_every_family(family: SavedModel, budget
     cold = run(llm, prompts, params)
     warm = run(llm, prompts, params)
     assert answers(cold) == answers(warm)
-    for output, one in zip(cold + warm, params * 2, strict=True):
-        check_logprobs(family.model, output, one)
-    for output, one in zip(warm, params, strict=True):  # prompt logprobs need every prompt token computed
+    for output, asked in zip(cold + warm, params * 2, strict=True):
+        check_logprobs(family.model, output, asked)
+    for output, asked in zip(warm, params, strict=True):  # prompt logprobs need every prompt token computed
         has_block = len(output.prompt_token_ids) >= 16
-        assert (output.num_cached_tokens > 0) == (has_block and one.prompt_logprobs is None)
+        assert (output.num_cached_tokens > 0) == (has_block and asked.prompt_logprobs is None)
     assert did.num_copies > 0
 
 
@@ -218,8 +218,8 @@ def test_logprobs_survive_preemption(qwen3: SavedModel) -> None:
         did = Activity(llm)
         outputs = run(llm, prompts, params)
         assert (did.num_swapped_out if swap else did.num_recomputed) > 0
-        for output, one in zip(outputs, params, strict=True):
-            check_logprobs(qwen3.model, output, one)
+        for output, asked in zip(outputs, params, strict=True):
+            check_logprobs(qwen3.model, output, asked)
 
 
 # --- several answers ------------------------------------------------------------------------------------------------
@@ -246,7 +246,9 @@ def test_answer_i_of_n_is_the_answer_of_seed_plus_i(llm: LLM) -> None:
         assert did.num_copies == (4 if length % 16 else 0)  # of the prompt's last block, by all but the last writer
         alone = run(llm, [prompt] * 5, [SamplingParams(seed=100 + i, **common) for i in range(5)])
         assert answers([together])[0] == [output.outputs[0].token_ids for output in alone]
-        assert [one.finish_reason for one in together.outputs] == [one.outputs[0].finish_reason for one in alone]
+        assert [output.finish_reason for output in together.outputs] == [
+            output.outputs[0].finish_reason for output in alone
+        ]
         assert len(set(map(tuple, answers([together])[0]))) > 1
 
 
@@ -261,4 +263,4 @@ def test_best_of_returns_the_answers_with_the_best_mean_logprob(llm: LLM) -> Non
             alone.sort(key=mean_logprob, reverse=True)
         assert answers([best])[0] == [output.outputs[0].token_ids for output in alone[:n]]
         assert best.finished
-        assert [one.index for one in best.outputs] == list(range(n))
+        assert [output.index for output in best.outputs] == list(range(n))

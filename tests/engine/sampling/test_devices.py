@@ -38,8 +38,8 @@ def _tensors_of(holder: object) -> list[torch.Tensor]:
     slots = getattr(type(holder), "__slots__", ())
     values = [getattr(holder, name) for name in slots] if slots else list(vars(holder).values())
     flat = [part for value in values for part in (value if isinstance(value, tuple) else (value,))]
-    flat += [tensor for one in flat if isinstance(one, TokenRows) for tensor in _tensors_of(one)]
-    return [one for one in flat if isinstance(one, torch.Tensor)]
+    flat += [tensor for rows in flat if isinstance(rows, TokenRows) for tensor in _tensors_of(rows)]
+    return [item for item in flat if isinstance(item, torch.Tensor)]
 
 
 @pytest.fixture
@@ -63,8 +63,8 @@ def test_a_batch_keeps_all_its_tensors_on_the_device_of_the_logits() -> None:
     for _ in range(2):
         logits = torch.zeros(len(sequences), VOCAB_SIZE, device=GPU)
         tokens = torch.zeros(len(sequences), dtype=torch.int64, device=GPU)
-        for one in batch.filters:
-            one.apply(logits)
+        for logit_filter in batch.filters:
+            logit_filter.apply(logits)
         for chooser in batch.choosers:
             chooser.choose(logits, tokens)
         undecided = [index for index, kind in enumerate(MORE_KINDS) if kind.get("top_p", 1.0) < 1.0]
@@ -76,22 +76,22 @@ def test_a_batch_keeps_all_its_tensors_on_the_device_of_the_logits() -> None:
             sequence.token_ids.append(1)
         assert batch.advance(sequences)
     assert len(batch.filters) == 7
-    assert {type(one).__name__ for one in batch.choosers} == {"Greedy", "Draw", "TruncatedDraw"}
+    assert {type(chooser).__name__ for chooser in batch.choosers} == {"Greedy", "Draw", "TruncatedDraw"}
     assert batch.listed is not None
     assert batch.beam_min_tokens is not None
     for holder in (batch, batch.listed, batch.beam_min_tokens, *batch.filters, *batch.choosers):
         assert _tensors_of(holder), holder
-        assert {one.device for one in _tensors_of(holder)} == {GPU}, holder
+        assert {tensor.device for tensor in _tensors_of(holder)} == {GPU}, holder
 
 
 @pytest.mark.usefixtures("fake_gpu")
 def test_log_probabilities_are_found_on_the_device_of_the_logits() -> None:
     logprobs, token_ids = torch.zeros(3, VOCAB_SIZE, device=GPU), torch.zeros(3, dtype=torch.int64, device=GPU)
-    found = gather_logprobs(logprobs, token_ids, [2, 0, 5])
-    assert [one.shape for one in _tensors_of(found)] == [(3, 1 + 5)] * 3
+    gathered = gather_logprobs(logprobs, token_ids, [2, 0, 5])
+    assert [tensor.shape for tensor in _tensors_of(gathered)] == [(3, 1 + 5)] * 3
     listed = gather_listed(logprobs, torch.zeros(3, 4, dtype=torch.int64, device=GPU), [4, 1, 2])
-    assert [one.shape for one in _tensors_of(listed)] == [(3, 4)] * 3
-    assert {one.device for one in (*_tensors_of(found), *_tensors_of(listed))} == {GPU}
+    assert [tensor.shape for tensor in _tensors_of(listed)] == [(3, 4)] * 3
+    assert {tensor.device for tensor in (*_tensors_of(gathered), *_tensors_of(listed))} == {GPU}
 
 
 @pytest.mark.parametrize("num_candidates", [4, NUM_CANDIDATES])
@@ -104,8 +104,8 @@ def test_torch_chooses_what_the_c_kernels_choose(monkeypatch: pytest.MonkeyPatch
     by_torch = _steps(num_candidates)
     for ours, theirs in zip(by_torch, with_kernels, strict=True):
         assert ours.token_ids == theirs.token_ids
-        assert [one and list(one) for one in ours.logprobs or ()] == [
-            one and list(one) for one in theirs.logprobs or ()
+        assert [position and list(position) for position in ours.logprobs or ()] == [
+            position and list(position) for position in theirs.logprobs or ()
         ]
         assert ours.beams.keys() == theirs.beams.keys()
         assert all(ids == theirs.beams[row][0] for row, (ids, _) in ours.beams.items())
@@ -125,9 +125,9 @@ def test_a_failure_is_found_by_torch_too(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def _steps(num_candidates: int) -> list[SampledTokens]:
     sequences, sampler = _one_of_each(), Sampler(VOCAB_SIZE, CPU, num_candidates=num_candidates)
-    found = []
+    seen = []
     for step in range(6):
-        found.append(sampler.sample(random_logits(len(sequences), step), sequences))
-        for sequence, token_id in zip(sequences, found[-1].token_ids, strict=True):
+        seen.append(sampler.sample(random_logits(len(sequences), step), sequences))
+        for sequence, token_id in zip(sequences, seen[-1].token_ids, strict=True):
             sequence.token_ids.append(max(token_id, 0))
-    return found
+    return seen

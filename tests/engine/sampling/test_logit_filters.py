@@ -51,13 +51,13 @@ def filtered_steps(sequences: list[Sequence], steps: int = 25) -> Any:
     for step in range(steps):
         logits = torch.randn(len(sequences), VOCAB_SIZE, generator=torch.Generator().manual_seed(step)) * 3
         changed = logits.clone()
-        for one in filters:
-            one.apply(changed)
+        for logit_filter in filters:
+            logit_filter.apply(changed)
         yield logits, changed
         for sequence in sequences:
             sequence.token_ids.append(rng.randrange(VOCAB_SIZE))
-        for one in filters:
-            one.advance(torch.tensor([sequence.token_ids[-1] for sequence in sequences]))
+        for logit_filter in filters:
+            logit_filter.advance(torch.tensor([sequence.token_ids[-1] for sequence in sequences]))
 
 
 def test_repetition_penalty_is_transformers() -> None:
@@ -86,8 +86,8 @@ def test_penalties_apply_in_vllms_order() -> None:
     [sequence] = make_sequences([{"logit_bias": {3: 1.0}, "repetition_penalty": 2.0, "frequency_penalty": 0.5}])
     sequence.token_ids += [3, 3]
     logits = torch.full((1, VOCAB_SIZE), 4.0)
-    for one in build_filters([sequence], VOCAB_SIZE, CPU):
-        one.apply(logits)
+    for logit_filter in build_filters([sequence], VOCAB_SIZE, CPU):
+        logit_filter.apply(logits)
     assert logits[0, 3].item() == (4.0 + 1.0) / 2.0 - 0.5 * 2
 
 
@@ -100,16 +100,16 @@ def test_bad_words_are_transformers() -> None:
         [[6, 7, 8, 9, 10], [2, 3]],
         *([[rng.randrange(VOCAB_SIZE) for _ in range(rng.choice([1, 2, 2, 3]))] for _ in range(20)] for _ in range(6)),
     ]
-    kinds: list[dict[str, Any]] = [{}, *({"bad_words_token_ids": one} for one in words)]
+    kinds: list[dict[str, Any]] = [{}, *({"bad_words_token_ids": word} for word in words)]
     sequences = make_sequences(kinds, num_prompt_tokens=2)
     banned = 0
     for logits, changed in filtered_steps(sequences, steps=60):
         assert torch.equal(changed[0], logits[0])
-        for row, one in enumerate(words, start=1):
+        for row, bad in enumerate(words, start=1):
             ids = torch.tensor([sequences[row].token_ids])
-            expected = NoBadWordsLogitsProcessor(one)(ids, logits[row : row + 1].clone())
+            expected = NoBadWordsLogitsProcessor(bad)(ids, logits[row : row + 1].clone())
             assert torch.equal(changed[row : row + 1], expected)
-            banned += int((expected == -math.inf).sum()) - sum(len(word) == 1 for word in set(map(tuple, one)))
+            banned += int((expected == -math.inf).sum()) - sum(len(word) == 1 for word in set(map(tuple, bad)))
     assert banned > 200  # by words of several tokens
 
 
@@ -155,7 +155,7 @@ def _must_end(output: list[int], budget: ThinkingBudget) -> bool:
 @pytest.mark.parametrize("num_output_tokens", [0, 1, 30])
 def test_reasoning_ends_after_its_budget(num_output_tokens: int) -> None:
     budgets = [ThinkingBudget(number, END, start) for number in (0, 1, 3, 20) for start in (None, THINK)]
-    kinds = [{"thinking_budget": one, "allowed_token_ids": [1, THINK]} for one in budgets]
+    kinds = [{"thinking_budget": budget, "allowed_token_ids": [1, THINK]} for budget in budgets]
     sequences = make_sequences([{}, *kinds])
     for sequence in sequences:  # as after a preemption
         sequence.token_ids += [random.Random(num_output_tokens).randrange(VOCAB_SIZE) for _ in range(num_output_tokens)]

@@ -68,9 +68,9 @@ def test_draws_follow_the_exact_distribution(params: dict[str, Any]) -> None:
     draws = 20_000
     logits = random_logits(1, 1, scale=1.5)
     sequences = [make_sequence(seed=seed, **params) for seed in range(draws)]
-    one = SamplingParams(**params)
-    support = reference_support(logits[0].tolist(), one)
-    weights = [math.exp(float(x) / one.temperature) if i in support else 0.0 for i, x in enumerate(logits[0])]
+    checked = SamplingParams(**params)
+    support = reference_support(logits[0].tolist(), checked)
+    weights = [math.exp(float(x) / checked.temperature) if i in support else 0.0 for i, x in enumerate(logits[0])]
     probabilities = [weight / sum(weights) for weight in weights]
     for num_candidates in (2, NUM_CANDIDATES):
         tokens = torch.tensor(sample(logits.repeat(draws, 1), sequences, num_candidates))
@@ -243,13 +243,13 @@ def test_logprobs_are_the_models_own_and_ranked() -> None:
     assert output.logprobs[3] is None
     for row in (0, 1, 2, 4, 5, 6):
         expected = torch.log_softmax(logits[row], dim=0).tolist()
-        one = output.logprobs[row]
-        assert one is not None
+        position = output.logprobs[row]
+        assert position is not None
         number = sequences[row].params.logprobs or 0
         k = VOCAB_SIZE if number == -1 else number
         order = sorted(range(VOCAB_SIZE), key=lambda i, e=expected: (-e[i], i))
-        assert list(one) == list(dict.fromkeys([output.token_ids[row], *order[:k]]))
-        for token_id, logprob in one.items():
+        assert list(position) == list(dict.fromkeys([output.token_ids[row], *order[:k]]))
+        for token_id, logprob in position.items():
             assert logprob.logprob == pytest.approx(expected[token_id], abs=1e-6)
             assert logprob.rank == 1 + sum(value > expected[token_id] for value in expected)
     assert output.token_ids[1] == 5
@@ -262,16 +262,19 @@ def test_prompt_logprobs_are_of_the_actual_next_tokens() -> None:
     logits = random_logits(4, 6)
     sampler, token_ids = Sampler(VOCAB_SIZE, CPU), torch.tensor([3, 0, 49, 3])
     got = sampler.prompt_logprobs(logits, token_ids, [2] * 4).to_lists()
-    for row, (one, token_id) in enumerate(zip(got, [3, 0, 49, 3], strict=True)):
+    for row, (position, token_id) in enumerate(zip(got, [3, 0, 49, 3], strict=True)):
         expected = torch.log_softmax(logits[row], dim=0)
         rank = 1 + int((expected > expected[token_id]).sum())
-        assert next(iter(one.items())) == (token_id, Logprob(pytest.approx(expected[token_id].item(), abs=1e-6), rank))
-        assert set(one) == {token_id, *expected.topk(2).indices.tolist()}
+        assert next(iter(position.items())) == (
+            token_id,
+            Logprob(pytest.approx(expected[token_id].item(), abs=1e-6), rank),
+        )
+        assert set(position) == {token_id, *expected.topk(2).indices.tolist()}
     everything = sampler.prompt_logprobs(logits, token_ids, [0, -1, 2, -1]).to_lists()
-    assert [len(one) for one in everything] == [1, VOCAB_SIZE, 3, VOCAB_SIZE]
-    for one in everything[1::2]:
-        assert sum(math.exp(logprob.logprob) for logprob in one.values()) == pytest.approx(1.0)
-        assert sorted(logprob.rank for logprob in one.values()) == list(range(1, VOCAB_SIZE + 1))
+    assert [len(position) for position in everything] == [1, VOCAB_SIZE, 3, VOCAB_SIZE]
+    for position in everything[1::2]:
+        assert sum(math.exp(logprob.logprob) for logprob in position.values()) == pytest.approx(1.0)
+        assert sorted(logprob.rank for logprob in position.values()) == list(range(1, VOCAB_SIZE + 1))
     assert sampler.prompt_logprobs(logits[:0], token_ids[:0], []).to_lists() == []
 
 
@@ -326,7 +329,7 @@ def test_warming_up_uses_every_filter_whose_tensors_are_as_wide_as_the_vocabular
     sampler = Sampler(VOCAB_SIZE, CPU)
     sampler.warm_up(3, -1)
     (batch,) = batches
-    names = [type(one).__name__ for one in batch.filters]
+    names = [type(logit_filter).__name__ for logit_filter in batch.filters]
     assert names == ["AllowedTokens", "BadWords", "MinTokens", "LogitBias", "RepetitionPenalty", "OutputPenalties"]
     assert (batch.logprob_indices, batch.num_logprobs) == ([0, 1, 2], [-1] * 3)
     sequences = [make_sequence() for _ in range(3)]
@@ -346,17 +349,17 @@ def test_listed_tokens_have_log_probabilities_whatever_their_rank() -> None:
     ]
     sampled = Sampler(VOCAB_SIZE, CPU).sample(logits.clone(), sequences)
     assert sampled.logprobs is not None
-    for row, (found, number, ids) in enumerate(zip(sampled.logprobs, numbers, listed, strict=True)):
+    for row, (position, number, ids) in enumerate(zip(sampled.logprobs, numbers, listed, strict=True)):
         if number is None:
-            assert found is None
+            assert position is None
             continue
-        assert found is not None
+        assert position is not None
         order = expected[row].argsort(descending=True).tolist()
-        assert next(iter(found)) == sampled.token_ids[row]
-        assert set(found) == {sampled.token_ids[row], *order[:number], *(ids or ())}
-        for token_id, one in found.items():
-            assert one.logprob == pytest.approx(float(expected[row, token_id]), abs=1e-5)
-            assert one.rank == 1 + order.index(token_id)
+        assert next(iter(position)) == sampled.token_ids[row]
+        assert set(position) == {sampled.token_ids[row], *order[:number], *(ids or ())}
+        for token_id, logprob in position.items():
+            assert logprob.logprob == pytest.approx(float(expected[row, token_id]), abs=1e-5)
+            assert logprob.rank == 1 + order.index(token_id)
 
 
 def test_listed_tokens_of_a_draw_that_needs_the_whole_vocabulary() -> None:
@@ -368,7 +371,7 @@ def test_listed_tokens_of_a_draw_that_needs_the_whole_vocabulary() -> None:
     ]
     sampled = Sampler(VOCAB_SIZE, CPU, num_candidates=2).sample(logits.clone(), sequences)
     assert sampled.logprobs is not None
-    for row, (token_id, found) in enumerate(zip(sampled.token_ids, sampled.logprobs, strict=True)):
-        assert found is not None
-        assert set(found) == {token_id, row % VOCAB_SIZE, 7}
-        assert next(iter(found)) == token_id
+    for row, (token_id, position) in enumerate(zip(sampled.token_ids, sampled.logprobs, strict=True)):
+        assert position is not None
+        assert set(position) == {token_id, row % VOCAB_SIZE, 7}
+        assert next(iter(position)) == token_id

@@ -88,24 +88,24 @@ def test_kept_columns_are_what_new_ones_would_be(actions: list[tuple[str, int]],
     batch = pool[first : first + 6] or pool[:6]
     before = "stay"
     for step, (action, number) in enumerate([("stay", 0), *actions]):
-        one = batch[number % len(batch)]
+        chosen = batch[number % len(batch)]
         if action == "rewrite" and before == "twice":
             kept.reset()  # it rewrites a token before the last that the sampler has seen
         before = action
         if action == "join":
             batch = batch + [s for s in [pool[number % len(pool)]] if s not in batch]
         elif action == "leave" and len(batch) > 1:
-            batch = [s for s in batch if s is not one]
+            batch = [s for s in batch if s is not chosen]
         elif action == "swap":
             batch = batch[::-1]
-        elif action == "replace last" and one.num_output_tokens:
-            one.token_ids[-1] = number % VOCAB_SIZE  # a token that it sampled but did not keep
-        elif action == "rewrite" and one.num_output_tokens > 1:
-            one.token_ids[-2] = number % VOCAB_SIZE
-        elif action == "rewind" and one.num_output_tokens:
-            one.token_ids.pop()
+        elif action == "replace last" and chosen.num_output_tokens:
+            chosen.token_ids[-1] = number % VOCAB_SIZE  # a token that it sampled but did not keep
+        elif action == "rewrite" and chosen.num_output_tokens > 1:
+            chosen.token_ids[-2] = number % VOCAB_SIZE
+        elif action == "rewind" and chosen.num_output_tokens:
+            chosen.token_ids.pop()
         elif action == "pause":
-            one.token_ids.append(number % VOCAB_SIZE)  # it went on elsewhere
+            chosen.token_ids.append(number % VOCAB_SIZE)  # it went on elsewhere
         elif action == "reset":
             kept.reset()
         logits = random_logits(len(batch), step)

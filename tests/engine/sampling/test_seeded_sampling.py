@@ -38,12 +38,12 @@ def make_requests() -> tuple[list[list[int]], list[SamplingParams]]:
 @pytest.fixture(scope="module")
 def alone(qwen3: SavedModel) -> list[list[list[int]]]:
     llm = make_llm(qwen3.path, enable_prefix_caching=False)
-    return [answers(run(llm, [prompt], one))[0] for prompt, one in zip(*make_requests(), strict=True)]
+    return [answers(run(llm, [prompt], asked))[0] for prompt, asked in zip(*make_requests(), strict=True)]
 
 
 def test_a_batch_of_32_gives_the_tokens_of_each_alone(qwen3: SavedModel, alone: list[list[list[int]]]) -> None:
     prompts, params = make_requests()
-    assert len({tuple(one) for answer in alone for one in answer}) == sum(one.n for one in params)
+    assert len({tuple(tokens) for answer in alone for tokens in answer}) == sum(asked.n for asked in params)
     for caching in (True, False):
         llm = make_llm(qwen3.path, enable_prefix_caching=caching)
         cold = run(llm, prompts, params)
@@ -96,7 +96,7 @@ def test_priorities_change_no_token(qwen3: SavedModel, alone: list[list[list[int
     prompts, params = make_requests()
     llm = make_llm(qwen3.path, block_size=4, num_blocks=POOL_TOKENS // 4, swap_space_gib=0.0003)
     did = Activity(llm)
-    got: dict[int, list[list[int]]] = {i: [[] for _ in range(one.n)] for i, one in enumerate(params)}
+    got: dict[int, list[list[int]]] = {i: [[] for _ in range(asked.n)] for i, asked in enumerate(params)}
     added = 0
     while added < 32 or llm.engine.has_unfinished:
         if added < 32:

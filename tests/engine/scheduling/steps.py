@@ -18,7 +18,7 @@ def step_sizes(engine: Engine) -> dict[str, int]:
     """Schedule one step and return how many tokens each request computes in it."""
     output = engine.scheduler.schedule()
     engine.scheduler.update(output, engine.runner.run(output, None))  # type: ignore[arg-type]
-    return {one.request_id: count for one, count in zip(output.sequences, output.num_new_tokens, strict=True)}
+    return {sequence.request_id: count for sequence, count in zip(output.sequences, output.num_new_tokens, strict=True)}
 
 
 def make_step(engine: Engine) -> tuple[list[str], SchedulerOutput]:
@@ -26,4 +26,4 @@ def make_step(engine: Engine) -> tuple[list[str], SchedulerOutput]:
     output = engine.scheduler.schedule()
     engine.scheduler.update(output, engine.runner.run(output, None))  # type: ignore[arg-type]
     check_integrity(engine)
-    return [one.request_id for one in output.sequences], output
+    return [sequence.request_id for sequence in output.sequences], output

@@ -33,11 +33,11 @@ def test_a_beam_without_a_token_to_sample_ends_its_search_and_nothing_else(steps
     check_integrity(engine)
     runner.run = compute  # type: ignore[method-assign]
     failed = [output for output in outputs if output.request_id == "beams"]
-    assert [(one.index, one.token_ids, one.finish_reason, one.is_last) for one in failed] == [
+    assert [(output.index, output.token_ids, output.finish_reason, output.is_last) for output in failed] == [
         (0, [], FinishReason.ABORT, False),
         (1, [], FinishReason.ABORT, True),
     ]
-    assert {one.stop_reason for one in failed} == {"the logits hold a NaN"}
+    assert {output.stop_reason for output in failed} == {"the logits hold a NaN"}
     answer = [token_id for output in outputs if output.request_id == "other" for token_id in output.token_ids]
     assert answer + run_to_end(engine)["other"] == runner.answer(list(range(5)), 9)
 

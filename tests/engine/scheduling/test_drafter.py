@@ -180,7 +180,7 @@ def test_only_sequences_that_take_the_most_likely_token_get_drafts(params: dict[
     engine.add_request(EngineRequest("other", PROMPT, SamplingParams(**{"temperature": 0, "max_tokens": 8} | params)))
     engine.add_request(EngineRequest("greedy", PROMPT, greedy(max_tokens=8)))
     steps(engine)
-    assert {one.request_id for output in seen for one in output.drafts} == {"greedy"}
+    assert {sequence.request_id for output in seen for sequence in output.drafts} == {"greedy"}
 
 
 def test_drafts_get_only_tokens_that_the_batch_leaves() -> None:
@@ -222,7 +222,7 @@ def test_drafts_take_no_blocks_that_the_next_step_needs() -> None:
     engine.step()
     # 6 tokens of 2 blocks each are known; the first draft takes both blocks, the second one what is left in its last.
     assert list(map(len, seen[-1].drafts.values())) == [10, 2]
-    assert [len(one.block_table) for one in engine.scheduler.running] == [2, 2], "drafts keep blocks"
+    assert [len(sequence.block_table) for sequence in engine.scheduler.running] == [2, 2], "drafts keep blocks"
     assert engine.block_manager.num_free_blocks == 4
 
 
@@ -283,7 +283,7 @@ def test_drafts_end_where_the_model_gives_no_token() -> None:
 
     def cut(output: SchedulerOutput, times: Any) -> Any:
         sampled = compute(output, times)
-        sampled.after_drafts = {one: found[:1] for one, found in sampled.after_drafts.items()}
+        sampled.after_drafts = {sequence: tokens[:1] for sequence, tokens in sampled.after_drafts.items()}
         return sampled
 
     engine.runner.run = cut  # type: ignore[method-assign]

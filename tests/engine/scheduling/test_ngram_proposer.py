@@ -95,23 +95,23 @@ def test_colliding_hashes_give_no_foreign_continuation(monkeypatch: pytest.Monke
 
 
 def test_an_index_is_freed_with_its_sequence_and_not_shared_with_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[weakref.ref[NgramIndex]] = []
+    indexes: list[weakref.ref[NgramIndex]] = []
 
     class WatchedIndex(NgramIndex):
         __slots__ = ("__weakref__",)
 
         def __init__(self, shortest: int, longest: int) -> None:
             super().__init__(shortest, longest)
-            made.append(weakref.ref(self))
+            indexes.append(weakref.ref(self))
 
     monkeypatch.setattr(ngram_proposer, "NgramIndex", WatchedIndex)
     proposer, sequence = NgramProposer(1, 2), make_sequence([1, 2, 1])
     assert proposer.propose(sequence, 1) == [2]
     assert proposer.propose(sequence, 1) == [2]
-    assert len(made) == 1, "the sequence has one index"
+    assert len(indexes) == 1, "the sequence has one index"
     fork = sequence.fork(1, 0)
     assert proposer.propose(fork, 1) == [2]
-    assert len(made) == 2, "the fork has its own index"
+    assert len(indexes) == 2, "the fork has its own index"
     del sequence, fork
     gc.collect()
-    assert [index() for index in made] == [None, None]
+    assert [index() for index in indexes] == [None, None]

@@ -69,7 +69,7 @@ def test_a_request_whose_tokens_the_host_needs_takes_part_in_every_other_step(pa
     add(engine, "steady", max_tokens=9)
     add(engine, "waits", prompt=[7, 8, 9], max_tokens=4, **params)
     run_all_to_end(engine)
-    batches = [{one.request_id for one in output.sequences} for output in launched]
+    batches = [{sequence.request_id for sequence in output.sequences} for output in launched]
     assert batches[:4] == [{"steady", "waits"}, {"steady"}] * 2
 
 

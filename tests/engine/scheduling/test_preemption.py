@@ -45,7 +45,7 @@ def test_tokens_that_a_preempted_request_finds_in_the_cache_do_not_count_as_cach
     num_found, num_cached = 0, set()
     while engine.has_unfinished:
         num_cached |= {output.num_cached_tokens for output in engine.step()}
-        num_found += sum(one.num_matched_tokens for one in engine.scheduler.running)
+        num_found += sum(sequence.num_matched_tokens for sequence in engine.scheduler.running)
     assert num_found
     assert num_cached == {0}
 
@@ -68,18 +68,18 @@ def test_a_group_is_preempted_and_resumes_as_a_whole(
     outputs_by_index: dict[int, list[int]] = {}
     while engine.has_unfinished:
         output = engine.scheduler.schedule()
-        preempted += [(one, one.status) for one in output.preempted]
+        preempted += [(victim, victim.status) for victim in output.preempted]
         updated = engine.scheduler.update(output, runner.run(output, None))  # type: ignore[arg-type]
-        for one in step_outputs(updated, {}):
-            if one.request_id == "group":
-                outputs_by_index.setdefault(one.index, []).extend(one.token_ids)
+        for hypotheses in step_outputs(updated, {}):
+            if hypotheses.request_id == "group":
+                outputs_by_index.setdefault(hypotheses.index, []).extend(hypotheses.token_ids)
         check_integrity(engine)
-    assert {one for one, _ in preempted} == {group}
+    assert {victim for victim, _ in preempted} == {group}
     expected = SequenceStatus.SWAPPED if num_host_blocks == 20 else SequenceStatus.WAITING
     assert {status for _, status in preempted} == {expected}
     if group.beams is None:
         count = group.max_total_tokens - 3
         assert outputs_by_index == {index: runner.answer([60, 61, 62], count, index=index) for index in range(3)}
     else:
-        found = runner.search([60, 61, 62], params, group.max_total_tokens)
-        assert outputs_by_index == {index: found[index].token_ids for index in range(3)}
+        hypotheses = runner.search([60, 61, 62], params, group.max_total_tokens)
+        assert outputs_by_index == {index: hypotheses[index].token_ids for index in range(3)}

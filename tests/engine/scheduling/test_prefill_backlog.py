@@ -56,11 +56,11 @@ def test_a_running_prefill_counts_down_and_its_twins_tail_remains() -> None:
     engine, _ = make_engine(block_size=4, max_num_batched_tokens=8)
     add(engine, "a", list(range(22)))
     add(engine, "b", list(range(22)))
-    found = []
+    seen = []
     while queued(engine):
-        found.append(queued(engine))
+        seen.append(queued(engine))
         engine.step()
-    assert found[:3] == [24, 16, 8]
+    assert seen[:3] == [24, 16, 8]
     assert engine.has_unfinished, "both decode by now"
 
 
@@ -110,7 +110,7 @@ def counted_anew(engine: Engine) -> int:
     size, manager = engine.info.block_size, engine.block_manager
     published = set(manager.prefix_cache.published_hashes())
     hashes, tails = set(), 0
-    waiting = [one for group in engine.scheduler.waiting for one in group.unfinished]
+    waiting = [sequence for group in engine.scheduler.waiting for sequence in group.unfinished]
     for sequence in waiting + engine.scheduler.running:
         full = sequence.num_tokens // size if manager.enable_prefix_caching else 0
         hashes |= {sequence.block_hash(index, size) for index in range(full)} - published
@@ -135,16 +135,16 @@ def lone_prefill(rng: random.Random) -> Arrival:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_it_is_exact_while_nothing_is_evicted(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    found = []
+    seen = []
 
     def check(load: RandomLoad) -> None:
-        found.append(queued(load.engine))
-        assert found[-1] == counted_anew(load.engine)
+        seen.append(queued(load.engine))
+        assert seen[-1] == counted_anew(load.engine)
 
     watch(monkeypatch, check)
     monkeypatch.setattr(RandomLoad, "reset_prefix_cache", lambda load: None)
     load = drive(seed, 80, lone_prefill, num_blocks=1500, num_host_blocks=0, max_num_batched_tokens=8)
-    assert max(found) > 0
+    assert max(seen) > 0
     assert load.engine.block_manager.prefix_cache.num_evicted == 0
 
 
@@ -156,8 +156,8 @@ def test_no_tokens_stay_counted_whatever_happens(monkeypatch: pytest.MonkeyPatch
         assert all(count > 0 for count in backlog._awaited.values())
         running = load.engine.scheduler.running
         assert backlog._backlogs.keys() == backlog._started.keys() | set(load.engine.scheduler.waiting)
-        assert backlog._started.keys() <= {one.group for one in running}
-        assert backlog._started.keys() >= {one.group for one in running if one.remaining_tokens > 1}
+        assert backlog._started.keys() <= {sequence.group for sequence in running}
+        assert backlog._started.keys() >= {sequence.group for sequence in running if sequence.remaining_tokens > 1}
 
     watch(monkeypatch, check)
     engine = drive(seed).engine

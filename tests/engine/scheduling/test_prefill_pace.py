@@ -30,18 +30,18 @@ def test_a_long_prompt_beside_decodes_is_chunked_so_that_they_hardly_wait() -> N
 
 def chunks(engine: Engine, request_id: str) -> list[int]:
     """Step to the end; return how many tokens a request computes in each of its steps."""
-    found: list[int] = []
+    seen: list[int] = []
     schedule = engine.scheduler.schedule
 
     def record() -> SchedulerOutput:
         output = schedule()
         pairs = zip(output.sequences, output.num_new_tokens, strict=True)
-        found.extend(count for sequence, count in pairs if sequence.request_id == request_id)
+        seen.extend(count for sequence, count in pairs if sequence.request_id == request_id)
         return output
 
     engine.scheduler.schedule = record  # type: ignore[method-assign]
     run_to_end(engine)
-    return found
+    return seen
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -193,7 +193,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert not any(group.has_started for group in rejected), "a request that had started was rejected"
         assert all(group.priority < priority for group in rejected)
         assert all(
-            other.priority_key < one.priority_key for one in rejected for other in kept if not other.has_started
+            other.priority_key < group.priority_key for group in rejected for other in kept if not other.has_started
         ), "the wrong request is rejected"
         if not is_resumed and kept:
             self.check_limits()

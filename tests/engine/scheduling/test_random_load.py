@@ -215,7 +215,11 @@ def test_an_engine_keeps_nothing_of_the_requests_that_have_ended(overlaps: bool)
     engine = load.engine
     del load, engine.runner, engine.block_manager.free  # the tests' own references
     gc.collect()
-    kept = [one for one in gc.get_referrers(Sequence, SequenceGroup) if isinstance(one, Sequence | SequenceGroup)]
+    kept = [
+        referrer
+        for referrer in gc.get_referrers(Sequence, SequenceGroup)
+        if isinstance(referrer, Sequence | SequenceGroup)
+    ]
     assert not kept
 
 

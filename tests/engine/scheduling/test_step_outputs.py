@@ -51,7 +51,7 @@ def test_log_probabilities_come_with_their_tokens_and_add_up() -> None:
     total = 0.0
     for output, prefix in zip(outputs, chain[len(PROMPT) - 1 :], strict=False):
         assert output.logprobs is not None
-        assert [list(one) for one in output.logprobs] == [output.token_ids]
+        assert [list(position) for position in output.logprobs] == [output.token_ids]
         assert output.logprobs[0][output.token_ids[0]].logprob == token_logprob(prefix)
         total += token_logprob(prefix)
         assert output.cumulative_logprob == pytest.approx(total)
@@ -71,7 +71,11 @@ def test_log_probabilities_of_the_prompt_come_once(best_of: int | None) -> None:
     assert [output.index for output in with_prompt] == [0]
     assert with_prompt[0] is next(output for output in outputs if output.index == 0)
     assert with_prompt[0].prompt_logprobs is not None
-    assert [one and list(one) for one in with_prompt[0].prompt_logprobs] == [None, [2], [3]]
+    assert [prompt_logprob and list(prompt_logprob) for prompt_logprob in with_prompt[0].prompt_logprobs] == [
+        None,
+        [2],
+        [3],
+    ]
 
 
 def test_the_best_of_several_answers_are_those_with_the_highest_mean() -> None:
@@ -94,7 +98,7 @@ def test_the_hypotheses_of_a_search_say_their_scores_and_what_ended_them() -> No
     params = SamplingParams(temperature=0, beam_width=4, n=4, max_tokens=6, stop_token_ids=ENDS)
     outputs, runner = outputs_of(params)
     expected = runner.search(PROMPT, params, len(PROMPT) + 6)
-    assert {one.ended_by_token for one in expected} == {True, False}, "one kind of end is not tested"
+    assert {output.ended_by_token for output in expected} == {True, False}, "one kind of end is not tested"
     for output, hypothesis in zip(outputs, expected, strict=True):
         assert output.token_ids == hypothesis.token_ids
         assert output.cumulative_logprob == pytest.approx(hypothesis.cumulative_logprob)

@@ -131,7 +131,7 @@ def test_the_grammar_that_was_not_used_for_the_longest_time_leaves_the_cache(mon
     compiler.compile(unused)
     assert compiler.cached(oldest) is not None
     compiler.compile(newest)
-    assert [compiler.cached(one) is not None for one in (oldest, unused, newest)] == [True, False, True]
+    assert [compiler.cached(form) is not None for form in (oldest, unused, newest)] == [True, False, True]
     compiler.close()
 
 

@@ -31,11 +31,11 @@ def fits(compiler: GrammarCompiler, tokenizer: Tokenizer, schema: Any, text: str
 def test_an_unknown_format_is_an_annotation(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
     schema = {"type": "object", "properties": {name: OPEN | {"format": name} for name in UNKNOWN}}
     assert without_unknown_formats(schema) == {"type": "object", "properties": dict.fromkeys(UNKNOWN, OPEN)}
-    one = {"type": "object", "properties": {"a": OPEN | {"format": "password"}}, "required": ["a"]}
-    one["additionalProperties"] = False
-    assert fits(compiler, tokenizer, one, '{"a": "abc"}')
-    assert not fits(compiler, tokenizer, one, '{"a": "abcd"}')
-    assert fits(compiler, tokenizer, json.dumps(one), '{"a": "abc"}')
+    annotated = {"type": "object", "properties": {"a": OPEN | {"format": "password"}}, "required": ["a"]}
+    annotated["additionalProperties"] = False
+    assert fits(compiler, tokenizer, annotated, '{"a": "abc"}')
+    assert not fits(compiler, tokenizer, annotated, '{"a": "abcd"}')
+    assert fits(compiler, tokenizer, json.dumps(annotated), '{"a": "abc"}')
 
 
 def test_the_known_formats_are_those_of_llguidance() -> None:
@@ -84,7 +84,7 @@ def test_data_and_names_are_no_schemas() -> None:
 
 
 def test_every_place_of_a_schema_is_reached() -> None:
-    one = [
+    keywords = [
         "additionalProperties",
         "items",
         "contains",
@@ -99,7 +99,7 @@ def test_every_place_of_a_schema_is_reached() -> None:
     some = ["allOf", "anyOf", "oneOf", "prefixItems", "items"]
     named = ["properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"]
     for key, value, left in (
-        *((key, PASSWORD, {}) for key in one),
+        *((key, PASSWORD, {}) for key in keywords),
         *((key, [PASSWORD, True], [{}, True]) for key in some),
         *((key, {"enum": PASSWORD, "b": ["a"]}, {"enum": {}, "b": ["a"]}) for key in named),
         ("x-definitions", {"a": PASSWORD}, {"a": {}}),  # what a reference may point to

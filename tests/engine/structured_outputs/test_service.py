@@ -45,11 +45,11 @@ async def test_a_grammar_is_in_the_state_after_the_tokens_that_the_request_has(
     grammars = GrammarService(compiler, on_rejected=lambda _: None)
     for count in (3, 300):  # the second has more tokens than an event loop steps through
         form, tokens = StructuredOutputsParams(regex=f"QX{{{count}}}Z"), [Q, *[X] * count]
-        found = [grammars.compile(form, tokens), grammars.compile(form, tokens)]  # new, and cached
-        found += [await grammars.compile_async(form, tokens), grammars.cached(form, tokens)]
+        compiled = [grammars.compile(form, tokens), grammars.compile(form, tokens)]  # new, and cached
+        compiled += [await grammars.compile_async(form, tokens), grammars.cached(form, tokens)]
         form = StructuredOutputsParams(regex=f"QX{{{count}}}Z?")
-        found += [await grammars.compile_async(form, [Q, *[X] * (count - 1)])]
-        states = [None if grammar is None else allowed_tokens(grammar) for grammar in found]
+        compiled += [await grammars.compile_async(form, [Q, *[X] * (count - 1)])]
+        states = [None if grammar is None else allowed_tokens(grammar) for grammar in compiled]
         assert states == [[Z], [Z], [Z], [Z] if count == 3 else None, [X]]
         initial = grammars.cached(form)
         assert initial is not None

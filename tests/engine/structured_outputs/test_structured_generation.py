@@ -109,7 +109,9 @@ def texts(outputs: list[RequestOutput]) -> list[list[str]]:
 def alone(llm: LLM) -> list[list[str]]:
     """The answers to the mixed requests, each alone."""
     _, params, prompts = mixed(llm, range(6))
-    return [texts(llm.generate(prompt, one, use_tqdm=False))[0] for prompt, one in zip(prompts, params, strict=True)]
+    return [
+        texts(llm.generate(prompt, asked, use_tqdm=False))[0] for prompt, asked in zip(prompts, params, strict=True)
+    ]
 
 
 def test_every_form_in_a_mixed_batch_is_kept_and_no_neighbour_changed(llm: LLM, alone: list[list[str]]) -> None:
@@ -230,8 +232,8 @@ def test_a_grammar_that_fails_in_the_middle_is_no_normal_stop(
     for answer in llm.generate("Write json.", params, use_tqdm=False)[0].outputs:
         assert (answer.finish_reason, answer.stop_reason) == ("abort", "a limit of the automaton")
         assert answer.logprobs is not None
-        assert [next(iter(one)) for one in answer.logprobs] == answer.token_ids  # none for the token refused
-        known = sum(next(iter(one.values())).logprob for one in answer.logprobs)
+        assert [next(iter(position)) for position in answer.logprobs] == answer.token_ids  # none for the token refused
+        known = sum(next(iter(position.values())).logprob for position in answer.logprobs)
         assert answer.cumulative_logprob == pytest.approx(known)
     check_idle(llm)
 

@@ -64,7 +64,9 @@ def test_the_allocator_expands_its_segments_from_before_cuda_is_initialised(
 def test_a_users_own_allocator_settings_stay(four_gpus: list[int], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "max_split_size_mb:64")
     resolve_device(EngineConfig(model="m", device="cuda"), 0)
-    assert [os.environ.get(one) for one in ALLOCATOR_VARIABLES if one in os.environ] == ["max_split_size_mb:64"]
+    assert [os.environ.get(variable) for variable in ALLOCATOR_VARIABLES if variable in os.environ] == [
+        "max_split_size_mb:64"
+    ]
 
 
 @pytest.mark.usefixtures("four_gpus")

@@ -42,17 +42,21 @@ def test_a_step_without_tokens_still_copies_its_blocks(qwen3: SavedModel) -> Non
 
 def generate(engine: Engine, arrivals: dict[int, EngineRequest]) -> dict[str, tuple[list[int], list[int]]]:
     """Add requests before the steps with these numbers; return each one's tokens and ranks of its prompt's tokens."""
-    found: dict[str, tuple[list[int], list[int]]] = {}
+    by_setting: dict[str, tuple[list[int], list[int]]] = {}
     number = 0
     while engine.has_unfinished or number <= max(arrivals):
         if number in arrivals:
             engine.add_request(arrivals[number])
         for output in engine.step():
-            token_ids, ranks = found.setdefault(output.request_id, ([], []))
+            token_ids, ranks = by_setting.setdefault(output.request_id, ([], []))
             token_ids += output.token_ids
-            ranks += [next(iter(one.values())).rank for one in output.prompt_logprobs or () if one]
+            ranks += [
+                next(iter(prompt_logprob.values())).rank
+                for prompt_logprob in output.prompt_logprobs or ()
+                if prompt_logprob
+            ]
         number += 1
-    return found
+    return by_setting
 
 
 def test_decodes_are_computed_before_a_prefill_of_higher_priority(
@@ -102,7 +106,7 @@ def test_a_step_that_was_interrupted_leaves_no_foreign_block_tables(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    found: dict[str, list[int]] = {"0": [], "1": []}
+    counts: dict[str, list[int]] = {"0": [], "1": []}
     for request in requests.values():
         engine.add_request(request)
         for _ in range(7):
@@ -114,9 +118,9 @@ def test_a_step_that_was_interrupted_leaves_no_foreign_block_tables(
             monkeypatch.setattr(worker, "execute", execute)
             sampled = engine.runner.run(output, StepTimes())
             for sequence in engine.scheduler.update(output, sampled):
-                found[sequence.request_id].append(sequence.token_ids[-1])
-    assert found["0"] == expected["0"][0][:14]
-    assert found["1"] == expected["1"][0][:7]
+                counts[sequence.request_id].append(sequence.token_ids[-1])
+    assert counts["0"] == expected["0"][0][:14]
+    assert counts["1"] == expected["1"][0][:7]
 
 
 def watch_logits(worker: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -138,10 +142,10 @@ def test_the_logits_of_a_long_prompt_do_not_fill_the_memory(qwen3: SavedModel, m
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert sizes == [64, 64, 64, 149 + 79 - 3 * 64, 3]
     for output, k in zip(outputs, (2, 20, 0), strict=True):
-        found = output.prompt_logprobs or []
-        assert [next(iter(one)) for one in found if one] == output.prompt_token_ids[1:]
-        assert {len(one) for one in found if one} <= {k, k + 1}
-        assert found[0] is None
+        positions = output.prompt_logprobs or []
+        assert [next(iter(position)) for position in positions if position] == output.prompt_token_ids[1:]
+        assert {len(position) for position in positions if position} <= {k, k + 1}
+        assert positions[0] is None
 
 
 def test_the_warm_up_measures_a_slice_of_prompt_logprobs(qwen3: SavedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,13 +195,13 @@ def test_a_nan_after_a_draft_token_ends_the_draft_and_no_answer(
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     expected = LLM(qwen3.path, **options).generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids
     llm = LLM(qwen3.path, speculative_config=NGRAM | {"prompt_lookup_min": 1}, **options)
-    argmax_tokens, found = Sampler.argmax_tokens, []
+    argmax_tokens, argmaxima = Sampler.argmax_tokens, []
 
     def spoil(sampler: Sampler, logits: torch.Tensor) -> torch.Tensor:
         logits[1:2] = torch.nan
-        found.append(argmax_tokens(sampler, logits))
-        return found[-1]
+        argmaxima.append(argmax_tokens(sampler, logits))
+        return argmaxima[-1]
 
     monkeypatch.setattr(Sampler, "argmax_tokens", spoil)
     assert llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids == expected
-    assert any(one[1:2].tolist() == [-1] for one in found)
+    assert any(tokens[1:2].tolist() == [-1] for tokens in argmaxima)

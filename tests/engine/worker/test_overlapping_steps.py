@@ -55,11 +55,11 @@ def answers(path: str, **options: Any) -> tuple[list[Any], LLM]:
     llm = LLM(path, **OPTIONS | options)
     params = [SamplingParams(max_tokens=12 + index % 5, **kind) for index, kind in enumerate(KINDS)]
     prompts: list[Any] = [{"prompt_token_ids": [5 + index % 4, *range(10, 14 + index)]} for index in range(len(KINDS))]
-    found = []
+    seen = []
     for _ in range(2):
         for output in llm.generate(prompts, params, use_tqdm=False):
-            found.append([asdict(one) for one in output.outputs] + [output.prompt_logprobs])
-    return found, llm
+            seen.append([asdict(completion) for completion in output.outputs] + [output.prompt_logprobs])
+    return seen, llm
 
 
 @pytest.mark.parametrize("speculative_config", [None, {"method": "ngram", "num_speculative_tokens": 3}])
@@ -76,9 +76,9 @@ def test_answers_are_the_same_with_overlap(
         take(plan, *args)
 
     monkeypatch.setattr(StepPlan, "take_sampled", count)
-    found, llm = answers(path, speculative_config=speculative_config, async_scheduling=True)
+    overlapped, llm = answers(path, speculative_config=speculative_config, async_scheduling=True)
     assert num_taken > 200, "no token went from step to step on the device"
-    for kind, got, wanted in zip([*KINDS, *KINDS], found, expected, strict=True):
+    for kind, got, wanted in zip([*KINDS, *KINDS], overlapped, expected, strict=True):
         assert got == wanted, kind
     manager = llm.engine.block_manager
     assert manager.num_free_blocks == len(manager.pool.blocks)
@@ -100,12 +100,12 @@ def test_a_token_that_the_device_leaves_undecided_is_chosen_for_the_right_positi
     monkeypatch.setattr(choosers.TruncatedDraw, "choose_sorted", count)
     params = [SamplingParams(seed=seed, temperature=2.0, top_p=0.99, max_tokens=20) for seed in range(4)]
     prompts: list[Any] = [{"prompt_token_ids": [5, 6, 7 + seed]} for seed in range(4)]
-    found = []
+    seen = []
     for num_candidates in (4, 512):
         for overlap in (False, True):
             llm = LLM(path, async_scheduling=overlap, **OPTIONS)
             llm.engine.runner.sampler._num_candidates = num_candidates  # type: ignore[attr-defined]
             outputs = llm.generate(prompts, params, use_tqdm=False)
-            found.append([output.outputs[0].token_ids for output in outputs])
+            seen.append([output.outputs[0].token_ids for output in outputs])
     assert late > 20
-    assert found[0] == found[1] == found[2] == found[3]
+    assert seen[0] == seen[1] == seen[2] == seen[3]

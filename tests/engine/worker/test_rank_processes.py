@@ -33,15 +33,15 @@ ENDLESS = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True)
 
 def rank_processes(parent: int | None = None) -> dict[int, int]:
     """Return the process ids of the ranks that ``parent``, or this process, has started, by the rank's number."""
-    found = {}
+    seen = {}
     for directory in Path("/proc").glob("[0-9]*"):
         try:
             argv = (directory / "cmdline").read_bytes().split(b"\0")
         except OSError:  # it has just ended
             continue
         if b"engine.worker.rank_process" in argv and int(argv[-3]) == (parent or os.getpid()):
-            found[int(argv[-5])] = int(directory.name)
-    return found
+            seen[int(argv[-5])] = int(directory.name)
+    return seen
 
 
 @dataclass

@@ -55,14 +55,14 @@ class IdleRanks(RemoteRanks):
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], IdleRanks]]:
     monkeypatch.setattr(remote_ranks, "_DEATH_SECONDS", HANG_S)
-    made: list[IdleRanks] = []
+    started: list[IdleRanks] = []
 
     def start(size: int) -> IdleRanks:
-        made.append(IdleRanks(size))
-        return made[-1]
+        started.append(IdleRanks(size))
+        return started[-1]
 
     yield start
-    for ranks in made:
+    for ranks in started:
         ranks.close()
 
 

@@ -120,13 +120,13 @@ def test_ranks_that_compute_prompt_logits_in_slices_stay_in_step(checkpoint: Cal
     for size in (1, 2):
         options = OPTIONS | {"max_num_batched_tokens": 200, "tensor_parallel_size": size}
         llm = LLM(checkpoint("llama"), **options)
-        logprobs.append([one.prompt_logprobs for one in llm.generate(prompts, params, use_tqdm=False)])
+        logprobs.append([output.prompt_logprobs for output in llm.generate(prompts, params, use_tqdm=False)])
         llm.engine.close()
     for got, expected in zip(*logprobs, strict=True):
-        for one, other in zip(got or [], expected or [], strict=True):
-            assert list(one or {}) == list(other or {})
-            values = [found.logprob for found in (other or {}).values()]
-            assert [found.logprob for found in (one or {}).values()] == pytest.approx(values, abs=1e-4)
+        for position, other in zip(got or [], expected or [], strict=True):
+            assert list(position or {}) == list(other or {})
+            values = [logprob.logprob for logprob in (other or {}).values()]
+            assert [logprob.logprob for logprob in (position or {}).values()] == pytest.approx(values, abs=1e-4)
 
 
 @pytest.mark.usefixtures("rank_threads")

@@ -33,8 +33,8 @@ SHAPE = Shape(num_heads=6, num_kv_heads=2, head_dim=16, block_size=256)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FlashBackend:
     monkeypatch.setitem(sys.modules, "flash_attn", fake_flash_attn)
     monkeypatch.setitem(sys.modules, "flash_attn_interface", fake_flash_attn_3)
-    made: FlashBackend = request.param()
-    return made
+    backend: FlashBackend = request.param()
+    return backend
 
 
 @pytest.mark.parametrize("sliding_window", WINDOWS)

@@ -25,10 +25,10 @@ def take(request: pytest.FixtureRequest) -> Take:
 
 def _check(take: Take, token_ids: list[int], sampled: list[int]) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found = torch.tensor([*token_ids, *[-1] * GUARD], device=device)
-    take(found[: len(token_ids)], torch.tensor(sampled, dtype=torch.int64, device=device))
-    expected = [max(sampled[~one], 0) if one < 0 else one for one in token_ids]
-    assert found.tolist() == [*expected, *[-1] * GUARD]
+    tokens = torch.tensor([*token_ids, *[-1] * GUARD], device=device)
+    take(tokens[: len(token_ids)], torch.tensor(sampled, dtype=torch.int64, device=device))
+    expected = [max(sampled[~token_id], 0) if token_id < 0 else token_id for token_id in token_ids]
+    assert tokens.tolist() == [*expected, *[-1] * GUARD]
 
 
 @pytest.mark.parametrize(

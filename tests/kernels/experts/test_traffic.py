@@ -36,7 +36,7 @@ class Case:
         routes = route_triton(self.logits, TOP_K, normalize=True)
         tables = (routes.weights, routes.ids, routes.num_pairs, routes.tile_experts)
         num_tiles = int((routes.tile_experts >= 0).sum())
-        return self.logits.nbytes + sum(one.nbytes for one in tables) + 4 * (num_tiles + self.pairs)
+        return self.logits.nbytes + sum(table.nbytes for table in tables) + 4 * (num_tiles + self.pairs)
 
     def gate_up(self) -> int:
         return self._product(_random(self.num_tokens, HIDDEN), _random(NUM_EXPERTS, 2 * INNER, HIDDEN), gated=True)

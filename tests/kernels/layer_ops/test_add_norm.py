@@ -26,8 +26,8 @@ def _addend(random: Random, num_tokens: int, width: int, norm: TestNorm | None =
 def _check(ops: LayerOps, residual: torch.Tensor, addend: Addend | None, norm: TestNorm | None) -> None:
     before = residual.clone()
     got = ops.add_norm(residual, addend, norm)
-    for one, expected in zip(got, reference.add_norm(residual, addend, norm), strict=True):
-        assert_close(one, expected)
+    for result, expected in zip(got, reference.add_norm(residual, addend, norm), strict=True):
+        assert_close(result, expected)
     assert torch.equal(residual, before)
 
 
@@ -72,8 +72,8 @@ def test_a_token_does_not_depend_on_the_others(
     together = ops.add_norm(residual, Addend(values, addend_norm), norm)
     for index in (0, 6, 8, 19):
         alone = ops.add_norm(residual[index : index + 1], Addend(values[index : index + 1], addend_norm), norm)
-        for one, whole in zip(alone, together, strict=True):
-            assert torch.equal(one[0], whole[index])
+        for result, whole in zip(alone, together, strict=True):
+            assert torch.equal(result[0], whole[index])
     assert together[1][7].isnan().all()
 
 

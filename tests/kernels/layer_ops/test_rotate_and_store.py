@@ -85,8 +85,8 @@ def test_a_token_does_not_depend_on_the_others(ops: LayerOps, dtype: torch.dtype
     cache = _cache(random, 2, 12, list(range(20)))
     together = ops.rotate_and_store(qkv, *norms, rotation, cache)
     for index in (0, 11, 19):
-        one = slice(index, index + 1)
-        its_cache = LayerCache(torch.zeros_like(cache.keys), torch.zeros_like(cache.keys), cache.slot_mapping[one])
-        its_rotation = Rotation(rotation.table, rotation.positions[one], dtype)
-        assert torch.equal(ops.rotate_and_store(qkv[one], *norms, its_rotation, its_cache)[0], together[index])
+        row = slice(index, index + 1)
+        its_cache = LayerCache(torch.zeros_like(cache.keys), torch.zeros_like(cache.keys), cache.slot_mapping[row])
+        its_rotation = Rotation(rotation.table, rotation.positions[row], dtype)
+        assert torch.equal(ops.rotate_and_store(qkv[row], *norms, its_rotation, its_cache)[0], together[index])
         assert torch.equal(its_cache.keys.view(20, 2, 12)[index], cache.keys.view(20, 2, 12)[index])

@@ -31,9 +31,9 @@ def _norms(random: Random, placement: str) -> int:
     addend_norm = random.norm(HIDDEN) if placement in ("after", "around") else None
     norm = random.norm(HIDDEN) if placement in ("before", "around") else None
     outputs = TritonOps().add_norm(residual, Addend(values, addend_norm), norm)
-    weights = [one.weight for one in (addend_norm, norm) if one is not None]
+    weights = [norm_of.weight for norm_of in (addend_norm, norm) if norm_of is not None]
     results = outputs if norm is not None else outputs[:1]
-    return sum(one.nbytes for one in (residual, values, *weights, *results))
+    return sum(tensor.nbytes for tensor in (residual, values, *weights, *results))
 
 
 def _rotate_and_store(random: Random) -> int:
@@ -46,7 +46,7 @@ def _rotate_and_store(random: Random) -> int:
     cache = LayerCache(keys, values, torch.arange(NUM_TOKENS))
     query = TritonOps().rotate_and_store(qkv, *norms, rotation, cache)
     operands = (qkv, norms[0].weight, norms[1].weight, rotation.table, rotation.positions, cache.slot_mapping)
-    return sum(one.nbytes for one in (*operands, query, keys, values))
+    return sum(tensor.nbytes for tensor in (*operands, query, keys, values))
 
 
 def _gated_activation(random: Random) -> int:
@@ -67,8 +67,12 @@ OPERATIONS: dict[str, Callable[[Random], int]] = {
 
 def _weights_of(name: str, random: Random) -> int:
     """Return the bytes of the norms' weights that an operation of OPERATIONS reads for each token."""
-    one = random.norm(HIDDEN).weight.nbytes
-    return {"add_norm, norms before": one, "add_norm, norms after": one, "add_norm, norms around": 2 * one}.get(name, 0)
+    weight_bytes = random.norm(HIDDEN).weight.nbytes
+    return {
+        "add_norm, norms before": weight_bytes,
+        "add_norm, norms after": weight_bytes,
+        "add_norm, norms around": 2 * weight_bytes,
+    }.get(name, 0)
 
 
 @pytest.mark.parametrize("num_programs", [FEW_TOKENS, MANY_TOKENS])

@@ -24,18 +24,18 @@ def test_matches_torch(
 ) -> None:
     from kernels.linear.triton import linear_triton
 
-    x, weight, bias = (one.to(kernel_device) for one in operands(*shape, dtype))
+    x, weight, bias = (operand.to(kernel_device) for operand in operands(*shape, dtype))
     expected = F.linear(x.double(), weight.double(), bias.double() if has_bias else None)
-    found = linear_triton(x, weight, bias if has_bias else None)
-    assert found.dtype == dtype
+    product = linear_triton(x, weight, bias if has_bias else None)
+    assert product.dtype == dtype
     limit = TOLERANCES[dtype]
-    torch.testing.assert_close(found.double(), expected, atol=limit * float(expected.abs().max()), rtol=limit)
+    torch.testing.assert_close(product.double(), expected, atol=limit * float(expected.abs().max()), rtol=limit)
 
 
 def test_strided_rows_and_no_rows(kernel_device: torch.device) -> None:
     from kernels.linear.triton import linear_triton
 
-    x, weight, bias = (one.to(kernel_device) for one in operands(6, 40, 20, torch.float32))
+    x, weight, bias = (operand.to(kernel_device) for operand in operands(6, 40, 20, torch.float32))
     wide = torch.cat([x, torch.full_like(x, torch.nan)], dim=1)
     assert torch.equal(linear_triton(wide[:, :40], weight, bias), linear_triton(x, weight, bias))
     assert torch.equal(linear_triton(x.t().contiguous().t(), weight, bias), linear_triton(x, weight, bias))
@@ -46,7 +46,7 @@ def test_strided_rows_and_no_rows(kernel_device: torch.device) -> None:
 def test_a_row_gets_the_same_bits_in_any_batch(kernel_device: torch.device) -> None:
     from kernels.linear.triton import linear_triton
 
-    x, weight, bias = (one.to(kernel_device) for one in operands(200, 96, 70, torch.float32))
+    x, weight, bias = (operand.to(kernel_device) for operand in operands(200, 96, 70, torch.float32))
     together = linear_triton(x, weight, bias)
     for start, end in ((0, 1), (63, 64), (64, 65), (130, 200), (199, 200), (5, 77)):
         assert torch.equal(linear_triton(x[start:end], weight, bias), together[start:end])

@@ -41,7 +41,8 @@ def _check(ops: SamplingOps, device: torch.device, name: str, logits: torch.Tens
     expected = logits.clone()
     getattr(reference, name)(expected, *arguments)
     getattr(ops, name)(
-        ours[:, : logits.shape[1]], *(one if one is None else one.contiguous().to(device) for one in arguments)
+        ours[:, : logits.shape[1]],
+        *(argument if argument is None else argument.contiguous().to(device) for argument in arguments),
     )
     torch.testing.assert_close(ours[:, : logits.shape[1]].cpu(), expected, rtol=0, atol=0, equal_nan=True)
     assert bool((ours[:, logits.shape[1] :] == 77).all())

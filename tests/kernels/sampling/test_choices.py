@@ -38,7 +38,7 @@ def test_draw(width: int, seed: int, ops: SamplingOps, kernel_device: torch.devi
     random = torch.Generator().manual_seed(seed)
     rows, keys = rows_of_every_kind(width, random), random_keys(40, random)
     temperatures = random_temperatures(40, random)
-    arguments = [one.to(kernel_device) for one in (temperatures, keys)]
+    arguments = [tensor.to(kernel_device) for tensor in (temperatures, keys)]
     tokens = _tokens(40, lambda to: ops.draw(to, rows.to(kernel_device), None, *arguments), kernel_device)
     assert torch.equal(tokens, reference.draw(rows, temperatures, keys))
     if cpu_sampling.can_sample(rows):

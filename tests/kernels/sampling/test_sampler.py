@@ -47,15 +47,15 @@ SELECT = (
 def _steps(device: torch.device) -> list[SampledTokens]:
     sequences: list[Sequence] = [make_sequence(seed=row, **KINDS[row % len(KINDS)]) for row in range(28)]
     random = torch.Generator().manual_seed(0)
-    sampler, found = Sampler(VOCAB_SIZE, device), []
+    sampler, seen = Sampler(VOCAB_SIZE, device), []
     for step in range(4):
         logits = random_logits(len(sequences), step, vocab_size=VOCAB_SIZE).to(device)
         logits[9 + step] = torch.nan
         words = torch.randint(-(2**31), 2**31, (len(WITH_GRAMMAR), -(-VOCAB_SIZE // 32)), generator=random).int()
-        found.append(sampler.sample(logits, sequences, (WITH_GRAMMAR, words)))
-        for sequence, token_id in zip(sequences, found[-1].token_ids, strict=True):
+        seen.append(sampler.sample(logits, sequences, (WITH_GRAMMAR, words)))
+        for sequence, token_id in zip(sequences, seen[-1].token_ids, strict=True):
             sequence.token_ids.append(token_id)
-    return found
+    return seen
 
 
 @pytest.mark.long

@@ -25,7 +25,7 @@ def _draw(
     """Return the tokens, int64 [len(rows)], and 77 for rows that are not served."""
     tokens = torch.full((len(rows),), 77, device=device)
     at = None if indices is None else indices.to(device)
-    columns = (one.to(device) for one in (limits.top_k, limits.top_p, limits.floors))
+    columns = (column.to(device) for column in (limits.top_k, limits.top_p, limits.floors))
     ops.truncated_draw(tokens, rows.to(device), at, temperatures.to(device), keys.to(device), Limits(*columns))
     return tokens.cpu()
 

@@ -18,8 +18,8 @@ def _require_known(value: object) -> None:
         assert not value.model_extra, value
         for name in value.model_fields_set:
             _require_known(getattr(value, name))
-    for one in value if isinstance(value, list) else ():
-        _require_known(one)
+    for item in value if isinstance(value, list) else ():
+        _require_known(item)
 
 
 def checked_message(body: dict[str, Any]) -> dict[str, Any]:

@@ -292,8 +292,8 @@ def test_the_path_of_beta_clients(parsed: TestClient, answers: Answers) -> None:
 
 def test_the_schema_of_content_takes_text_too() -> None:
     schema = MessagesRequest.model_json_schema()
-    for one in (schema["$defs"]["InputMessage"]["properties"]["content"], schema["properties"]["system"]):
-        assert {"type": "string"} in one["anyOf"]
+    for content in (schema["$defs"]["InputMessage"]["properties"]["content"], schema["properties"]["system"]):
+        assert {"type": "string"} in content["anyOf"]
 
 
 def test_many_calls_in_one_turn_are_no_internal_error(parsed: TestClient) -> None:

@@ -43,7 +43,7 @@ def test_thinking_text_and_calls(parsed: TestClient, answers: Answers, size: int
     assert (first["type"], first["name"], first["input"]) == ("tool_use", "f", {"a": 1})
     assert (second["type"], second["name"], second["input"]) == ("tool_use", "g", {})
     assert first["id"] != second["id"]
-    assert all(one["id"].startswith("toolu_") for one in (first, second))
+    assert all(block["id"].startswith("toolu_") for block in (first, second))
     assert (message["stop_reason"], message["stop_sequence"]) == ("tool_use", None)
     assert (message["id"][:4], message["model"], message["role"]) == ("msg_", "tiny", "assistant")
 

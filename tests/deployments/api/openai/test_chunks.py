@@ -175,7 +175,10 @@ async def test_chunks_pass_no_middleware(
 
     monkeypatch.setattr("deployments.api.application.CountRequests", Spy)
     await _stream(open_client().app, {"prompt": "a", "stream": True})
-    assert [one for one in passed if one.startswith("http")] == ["http.response.start None", "http.response.body False"]
+    assert [event for event in passed if event.startswith("http")] == [
+        "http.response.start None",
+        "http.response.body False",
+    ]
 
 
 async def test_a_client_that_disconnects_ends_the_stream_and_leaves_no_task(

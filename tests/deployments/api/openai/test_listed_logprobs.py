@@ -29,7 +29,7 @@ def test_chat_lists_the_tokens(client: TestClient, listing: FakeEngines, stream:
     choice = (events(answer.text)[0] if stream else answer.json())["choices"][0]
     (entry,) = choice["logprobs"]["content"]
     assert entry["token"] == "token_id:70"
-    tops = {one["token"]: one["logprob"] for one in entry["top_logprobs"]}
+    tops = {top["token"]: top["logprob"] for top in entry["top_logprobs"]}
     assert tops == {"token_id:70": -0.5, "token_id:80": -2.0, "token_id:5": -9.0}
     params = listing.calls[0][0].params
     assert (params.logprobs, params.logprob_token_ids) == (0, (5, 80))

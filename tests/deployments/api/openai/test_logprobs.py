@@ -41,7 +41,7 @@ def test_top_logprobs_are_in_order_and_as_many_as_requested(tokenizer: Tokenizer
     position = _position((70, -3.0), (71, -0.5), (72, -1.5))  # the sampled token comes first
     (entry,) = chat_logprobs(tokenizer, [70], [position], 2)["content"]
     assert entry["logprob"] == -3.0
-    assert [one["logprob"] for one in entry["top_logprobs"]] == [-0.5, -1.5]
+    assert [top["logprob"] for top in entry["top_logprobs"]] == [-0.5, -1.5]
 
 
 def test_json_has_no_infinity(tokenizer: Tokenizer) -> None:

@@ -99,8 +99,8 @@ def test_an_echoed_message_comes_before_a_parsed_answer(parsed: TestClient, answ
     answer = parsed.post("/v1/chat/completions", json=body)
     messages = [event["choices"][0]["delta"] for event in events(answer.text)] if stream else None
     messages = messages or [answer.json()["choices"][0]["message"]]
-    assert "".join(one.get("content") or "" for one in messages) == "holds thebecause"
-    assert "".join(one.get("reasoning", "") for one in messages) == "why"
+    assert "".join(message.get("content") or "" for message in messages) == "holds thebecause"
+    assert "".join(message.get("reasoning", "") for message in messages) == "why"
 
 
 def test_the_ids_of_the_prompt_are_in_chat_answers(client: TestClient, engines: FakeEngines) -> None:

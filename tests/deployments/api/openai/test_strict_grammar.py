@@ -50,9 +50,9 @@ def _tool(name: str, strict: bool | None, parameters: Any = None) -> Tool:
 
 @pytest.fixture(scope="module")
 def compiler() -> Iterator[GrammarCompiler]:
-    made = GrammarCompiler(MODEL, len(Tokenizer(MODEL)), [0], timeout_s=HANG_S)
-    yield made
-    made.close()
+    compiler = GrammarCompiler(MODEL, len(Tokenizer(MODEL)), [0], timeout_s=HANG_S)
+    yield compiler
+    compiler.close()
 
 
 @pytest.mark.parametrize(("text", "fits"), TEXTS)

@@ -181,9 +181,11 @@ def test_every_parameter_of_the_renderer_is_reserved() -> None:
 
 
 def test_an_empty_list_of_tools_is_as_good_as_none(client: TestClient, parsed: TestClient) -> None:
-    for one in (client, parsed):
+    for sender in (client, parsed):
         for fields in ({}, {"tool_choice": "auto"}, {"tool_choice": "none"}, {"tool_choice": None}):
-            answer = one.post("/v1/chat/completions", json={"messages": [USER], "max_tokens": 5, "tools": []} | fields)
+            answer = sender.post(
+                "/v1/chat/completions", json={"messages": [USER], "max_tokens": 5, "tools": []} | fields
+            )
             assert answer.status_code == 200, fields
 
 
@@ -221,8 +223,8 @@ def test_a_thinking_budget_has_the_models_markers(
 
 
 def test_a_thinking_budget_needs_a_model_that_thinks(client: TestClient, parsed: TestClient) -> None:
-    for one, budget in ((client, 7), (parsed, -1), (parsed, 2**31), (parsed, "7")):
-        answer = one.post("/v1/chat/completions", json={"messages": [USER], "thinking_token_budget": budget})
+    for sender, budget in ((client, 7), (parsed, -1), (parsed, 2**31), (parsed, "7")):
+        answer = sender.post("/v1/chat/completions", json={"messages": [USER], "thinking_token_budget": budget})
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == "thinking_token_budget"
 

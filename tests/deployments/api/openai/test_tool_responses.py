@@ -89,7 +89,7 @@ def test_reasoning_content_and_calls(parsed: TestClient, answers: Answers, size:
     ]
     ids = [call["id"] for call in message["tool_calls"]]
     assert len(set(ids)) == 2
-    assert all(len(one) == 29 and one.startswith("call_") for one in ids)
+    assert all(len(call_id) == 29 and call_id.startswith("call_") for call_id in ids)
 
 
 def test_arguments_are_streamed(parsed: TestClient, answers: Answers) -> None:
@@ -155,8 +155,8 @@ def test_several_choices_with_logprobs_ids_and_usage(
     parsed: TestClient, engines: FakeEngines, answers: Answers
 ) -> None:
     answers(ANSWER)
-    script = [one for one in engines.scripts[0] if isinstance(one, EngineOutput)]
-    engines.scripts = [[output(one.token_ids, one.finish_reason, logprobs=[-1.0]) for one in script]]
+    script = [item for item in engines.scripts[0] if isinstance(item, EngineOutput)]
+    engines.scripts = [[output(item.token_ids, item.finish_reason, logprobs=[-1.0]) for item in script]]
     extras = {"logprobs": True, "return_token_ids": True, "stream_options": USAGE}
     body = BODY | {"n": 2, "temperature": 1, "stream": True} | extras
     chunks = events(parsed.post("/v1/chat/completions", json=body).text)
@@ -165,7 +165,7 @@ def test_several_choices_with_logprobs_ids_and_usage(
         assert (message["content"], reason) == ("Let me see.", "tool_calls")
         own = [chunk["choices"][0] for chunk in chunks if chunk["choices"] and chunk["choices"][0]["index"] == index]
         ids = [token for choice in own for token in choice["token_ids"]]
-        assert ids == [token for one in script for token in one.token_ids]
+        assert ids == [token for item in script for token in item.token_ids]
         assert len([entry for choice in own for entry in choice["logprobs"]["content"]]) == len(ids)
     assert all("usage" in chunk for chunk in chunks)
 
@@ -188,8 +188,8 @@ def test_names_in_the_configuration_win(open_client: OpenClient, parsed_path: An
     assert api.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"] == "Hmm.Hi"
     mistral = open_client(model=str(parsed_path), tool_parser="mistral", reasoning_parser="none")
     answers('[TOOL_CALLS]f[ARGS]{"a": 1}')
-    (made,) = _both(mistral, BODY)[0]["tool_calls"]
-    assert (made["function"]["name"], len(made["id"])) == ("f", 9)
+    (call,) = _both(mistral, BODY)[0]["tool_calls"]
+    assert (call["function"]["name"], len(call["id"])) == ("f", 9)
 
 
 KIMI_SECTION = "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>"

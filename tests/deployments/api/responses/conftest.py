@@ -46,12 +46,12 @@ def stream(client: TestClient, **body: Any) -> list[dict[str, Any]]:
 def comparable(value: Any) -> Any:
     """Return a response without ids and times."""
     if isinstance(value, list):
-        return [comparable(one) for one in value]
+        return [comparable(item) for item in value]
     if not isinstance(value, dict):
         return value
     return {
-        key: comparable(one)
-        for key, one in value.items()
+        key: comparable(item)
+        for key, item in value.items()
         if key not in ("id", "call_id", "created_at", "completed_at", "previous_response_id")
     }
 
@@ -68,22 +68,22 @@ def rejected(client: TestClient, status: int = 400, **body: Any) -> dict[str, An
 @pytest.fixture(autouse=True)
 def ingresses(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The ingresses of the test, which find each other."""
-    made: list[Any] = []
+    ingresses: list[Any] = []
     build = Ingress.__serve_build_asgi_app__
 
     def recording_build(self: Ingress) -> Any:
-        made.append(self)
+        ingresses.append(self)
         return build(self)
 
     async def first_result(handle: object, method: str, *args: Any) -> Any:
-        results = [await getattr(one, method)(*args) for one in made]
+        results = [await getattr(ingress, method)(*args) for ingress in ingresses]
         return next((result for _, result in results if result is not None), None)
 
     monkeypatch.setattr(Ingress, "__serve_build_asgi_app__", recording_build)
     monkeypatch.setattr("deployments.serve.replicas.first_result", first_result)
     monkeypatch.setattr("deployments.serve.replicas.all_ingresses", lambda: None)
     monkeypatch.setattr("deployments.ingress._name", lambda: "ingress")
-    return made
+    return ingresses
 
 
 @pytest.fixture(autouse=True)

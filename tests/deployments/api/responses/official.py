@@ -27,7 +27,7 @@ REQUIRED = ADDED | {
 def unknown_fields(model: Any, path: str = "") -> list[str]:
     """Return the paths of all fields that the types do not have."""
     if isinstance(model, list | tuple):
-        return [found for index, one in enumerate(model) for found in unknown_fields(one, f"{path}[{index}]")]
+        return [unknown for index, item in enumerate(model) for unknown in unknown_fields(item, f"{path}[{index}]")]
     if not isinstance(model, BaseModel):
         return []
     allowed = ADDED if isinstance(model, Response) else set()

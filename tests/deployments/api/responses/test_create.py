@@ -117,7 +117,7 @@ def test_reasoning_text_and_calls(parsed: TestClient, answers: Answers, size: in
     assert message["content"][0]["text"] == "Let me see."
     assert [(call["name"], call["arguments"]) for call in calls] == [("f", '{"a": 1}'), ("g", "{}")]
     ids = [call["call_id"] for call in calls]
-    assert all(one.startswith("call_") for one in ids)
+    assert all(call_id.startswith("call_") for call_id in ids)
     assert len({*ids, *(item["id"] for item in body["output"])}) == 6
     assert [tool["strict"] for tool in body["tools"]] == [None, False]
 
@@ -176,9 +176,9 @@ def test_log_probabilities(client: TestClient, engines: FakeEngines) -> None:
     engines.scripts = [[output([70], logprobs=[-0.5]), output([71, 2], "stop", logprobs=[-0.25, -1.0])]]
     body = post(client, include=["message.output_text.logprobs"], top_logprobs=1)
     logprobs = body["output"][0]["content"][0]["logprobs"]
-    assert [one["logprob"] for one in logprobs] == [-0.5, -0.25]  # none of the end of the answer
-    assert "".join(one["token"] for one in logprobs) == body["output"][0]["content"][0]["text"]
-    assert [len(one["top_logprobs"]) for one in logprobs] == [1, 1]
+    assert [position["logprob"] for position in logprobs] == [-0.5, -0.25]  # none of the end of the answer
+    assert "".join(position["token"] for position in logprobs) == body["output"][0]["content"][0]["text"]
+    assert [len(position["top_logprobs"]) for position in logprobs] == [1, 1]
     assert engines.calls[0][0].params.logprobs == 1
     refused = client.post(
         "/v1/responses", json={"input": "a", "include": ["message.output_text.logprobs"], "top_logprobs": -1}
@@ -190,10 +190,12 @@ def test_log_probabilities(client: TestClient, engines: FakeEngines) -> None:
 
 def test_log_probabilities_are_those_of_the_message(parsed: TestClient, engines: FakeEngines, tokenizer: Any) -> None:
     ids = tokenizer.encode("<think>Hm</think>Hello", add_special_tokens=False)
-    engines.scripts = [[*(output([one], logprobs=[-1.0]) for one in ids), output([2], "stop", logprobs=[-1.0])]]
+    engines.scripts = [
+        [*(output([token_id], logprobs=[-1.0]) for token_id in ids), output([2], "stop", logprobs=[-1.0])]
+    ]
     message = post(parsed, include=["message.output_text.logprobs"], max_output_tokens=90)["output"][1]
     logprobs = message["content"][0]["logprobs"]
-    assert "".join(one["token"] for one in logprobs) == "Hello"
+    assert "".join(position["token"] for position in logprobs) == "Hello"
 
 
 def test_the_form_of_the_text(client: TestClient, engines: FakeEngines) -> None:

@@ -43,7 +43,7 @@ def test_the_items_of_an_answer_are_one_message() -> None:
     assert len(messages(said, said)) == 2
     assert len(messages(CALL, said)) == 2
     assert len(messages(said, THOUGHT, said)) == 2
-    assert [sorted(one) for one in messages(THOUGHT, CALL)] == [["reasoning", "role", "tool_calls"]]
+    assert [sorted(message) for message in messages(THOUGHT, CALL)] == [["reasoning", "role", "tool_calls"]]
 
 
 def test_reasoning_without_text_is_left_out() -> None:

@@ -48,7 +48,7 @@ def written(form: AnswerFormat, pieces: list[str], finish_reason: str = "stop") 
     generation = Generated("".join(pieces))
     resource = ResponseResource(ResponseHead("resp_1", 1, "m"), ResponseRequest(input="Hi"), is_stored=False)
     events = ResponseEvents(resource, Output(form, None), None, cast(Generation, generation))
-    sent = b"".join(events.chunk(Delta(0, piece, [ord(one) for one in piece])) for piece in pieces)
+    sent = b"".join(events.chunk(Delta(0, piece, [ord(character) for character in piece])) for piece in pieces)
     sent += events.chunk(Delta(0, "", [], finish_reason)) + events.end()
     return check_events(events_of(sent.decode()))
 
@@ -91,8 +91,8 @@ def test_no_token_has_its_log_probabilities_twice() -> None:
     """A piece may have several messages: its tokens belong to the last."""
     text = 'a<tool_call>{"name": "f", "arguments": {}}</tool_call>b'
     output = Output(answer_format(("hermes", None)), lambda tokens: [NO_LOGPROBS for _ in tokens])
-    list(output.feed(text, [ord(one) for one in text], None, final=True))
+    list(output.feed(text, [ord(character) for character in text], None, final=True))
     list(output.finish(is_complete=True))
     messages = [item for item in output.items() if item["type"] == "message"]
     logprobs = [part["logprobs"] for message in messages for part in message["content"]]
-    assert [len(one) for one in logprobs] == [0, len(text)]
+    assert [len(position) for position in logprobs] == [0, len(text)]

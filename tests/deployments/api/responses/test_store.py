@@ -18,14 +18,14 @@ def stored(num_bytes: int = 1) -> StoredResponse:
 
 
 def kept(store: ResponseStore, *ids: str) -> list[str]:
-    return [one for one in ids if store.get(one) is not None]
+    return [response_id for response_id in ids if store.get(response_id) is not None]
 
 
 def test_a_response_is_kept_and_deleted_once() -> None:
     store = ResponseStore(10, 10**6, 60.0)
-    one = stored()
-    store.put("a", one)
-    assert store.get("a") is one
+    response = stored()
+    store.put("a", response)
+    assert store.get("a") is response
     assert store.get("b") is None
     assert store.delete("a")
     assert not store.delete("a")
@@ -34,16 +34,16 @@ def test_a_response_is_kept_and_deleted_once() -> None:
 
 def test_the_oldest_ones_go_beyond_the_number() -> None:
     store = ResponseStore(2, 10**6, 60.0)
-    for one in "abc":
-        store.put(one, stored())
+    for response_id in "abc":
+        store.put(response_id, stored())
     assert kept(store, *"abc") == ["b", "c"]
 
 
 def test_the_oldest_ones_go_beyond_the_bytes() -> None:
     each = stored(1000).num_bytes
     store = ResponseStore(100, 3 * each, 60.0)
-    for one in "abcd":
-        store.put(one, stored(1000))
+    for response_id in "abcd":
+        store.put(response_id, stored(1000))
     assert kept(store, *"abcd") == ["b", "c", "d"]
     store.delete("c")
     store.put("e", stored(1000))
@@ -56,9 +56,9 @@ def test_the_oldest_ones_go_beyond_the_bytes() -> None:
 
 def test_output_items_are_found_as_long_as_their_response_is_kept() -> None:
     store = ResponseStore(2, 10**6, 60.0)
-    for one in "abc":
-        response = b'{"output": [{"id": "%s1"}, {"id": "%s2"}]}' % (one.encode(), one.encode())
-        store.put(one, StoredResponse(response, b"[]", (f"{one}1", f"{one}2")))
+    for letter in "abc":
+        response = b'{"output": [{"id": "%s1"}, {"id": "%s2"}]}' % (letter.encode(), letter.encode())
+        store.put(letter, StoredResponse(response, b"[]", (f"{letter}1", f"{letter}2")))
     assert store.items(["a1", "b2", "c1", "x"]) == {"b2": {"id": "b2"}, "c1": {"id": "c1"}}
     store.delete("b")
     assert store.items(["b1", "b2"]) == {}

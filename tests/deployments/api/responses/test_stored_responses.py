@@ -59,7 +59,7 @@ def test_no_client_chooses_the_id(client: TestClient) -> None:
     headers = {"X-Request-Id": "mine"}
     ids = {client.post(PATH, json={"input": "Hi", "request_id": "mine"}, headers=headers).json()["id"] for _ in "ab"}
     assert len(ids) == 2
-    assert not any("mine" in one for one in ids)
+    assert not any("mine" in item_id for item_id in ids)
 
 
 def test_a_conversation_goes_on(client: TestClient, engines: FakeEngines, tokenizer_path: Any) -> None:
@@ -81,7 +81,7 @@ def test_a_conversation_with_calls_goes_on(parsed: TestClient, answers: Answers,
     answers(ANSWER)
     first = create(parsed, tools=TOOLS, max_output_tokens=90)
     calls = [item for item in first["output"] if item["type"] == "function_call"]
-    results = [{"type": "function_call_output", "call_id": one["call_id"], "output": "1"} for one in calls]
+    results = [{"type": "function_call_output", "call_id": call["call_id"], "output": "1"} for call in calls]
     answers("Done.")
     create(parsed, input=results, previous_response_id=first["id"], tools=TOOLS)
     create(parsed, input=[{"role": "user", "content": "Hi"}, *first["output"], *results], tools=TOOLS)
@@ -194,7 +194,7 @@ def test_another_ingress_finds_continues_and_deletes(open_client: OpenClient, in
     assert maker.get(f"{PATH}/{second['id']}").json() == second
     assert other.delete(path).json()["deleted"]
     assert maker.get(path).status_code == 404
-    (gone,) = [one for one in ingresses if asyncio.run(one.stored_response(second["id"]))[1] is not None]
+    (gone,) = [ingress for ingress in ingresses if asyncio.run(ingress.stored_response(second["id"]))[1] is not None]
     ingresses.remove(gone)
     answer = maker.get(f"{PATH}/{second['id']}")
     assert answer.status_code == 404

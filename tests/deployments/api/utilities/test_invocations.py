@@ -24,8 +24,10 @@ def test_the_answer_is_that_of_the_endpoint(client: TestClient, path: str, body:
     direct, invoked = client.post(path, json=body), client.post("/invocations", json=body)
     assert invoked.status_code == 200
     assert _without_time(invoked.json()) == _without_time(direct.json())
-    streams = [client.post(one, json=body | {"stream": True}).text for one in (path, "/invocations")]
-    assert [_without_time(one) for one in events(streams[0])] == [_without_time(one) for one in events(streams[1])]
+    streams = [client.post(url, json=body | {"stream": True}).text for url in (path, "/invocations")]
+    assert [_without_time(event) for event in events(streams[0])] == [
+        _without_time(event) for event in events(streams[1])
+    ]
     assert streams[1].endswith("data: [DONE]\n\n")
 
 

@@ -26,6 +26,6 @@ def transport() -> Iterator[Transport]:
 
 @pytest.fixture
 def lossy() -> Iterator[LossyPublisher]:
-    made = LossyPublisher("r1", HOST, heartbeat_s=0.05)
-    yield made
-    made.close()
+    lossy = LossyPublisher("r1", HOST, heartbeat_s=0.05)
+    yield lossy
+    lossy.close()

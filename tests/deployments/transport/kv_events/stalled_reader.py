@@ -23,25 +23,25 @@ MESSAGE, MARK = bytes(2**16), b"mark"
 
 def publisher_of(context: zmq.Context[Socket]) -> Socket:
     """Return a publisher that never closes a connection by itself."""
-    made = context.socket(zmq.XPUB)
-    made.setsockopt(zmq.SNDHWM, 16)
-    made.setsockopt(zmq.XPUB_VERBOSE, 1)  # reports each subscriber
-    set_common(made, sockets.address_of("127.0.0.1"))
-    made.bind("tcp://127.0.0.1:*")
-    return made
+    socket = context.socket(zmq.XPUB)
+    socket.setsockopt(zmq.SNDHWM, 16)
+    socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # reports each subscriber
+    set_common(socket, sockets.address_of("127.0.0.1"))
+    socket.bind("tcp://127.0.0.1:*")
+    return socket
 
 
 def with_heartbeats(context: zmq.Context[Socket], endpoint: str) -> tuple[Socket, Socket]:
     """Return the subscriber that the product must not have, and the socket of its connections."""
-    made = context.socket(zmq.SUB)
-    made.setsockopt(zmq.RCVHWM, 4)
-    made.setsockopt(zmq.RECONNECT_IVL, 1)
-    made.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-    made.setsockopt(zmq.HEARTBEAT_TIMEOUT, TIMEOUT_MS)
-    events = made.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-    made.subscribe(b"")
-    made.connect(endpoint)
-    return made, events
+    socket = context.socket(zmq.SUB)
+    socket.setsockopt(zmq.RCVHWM, 4)
+    socket.setsockopt(zmq.RECONNECT_IVL, 1)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, TIMEOUT_MS)
+    events = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+    socket.subscribe(b"")
+    socket.connect(endpoint)
+    return socket, events
 
 
 def publish_until_reconnected(publisher: Socket, events: Socket) -> None:

@@ -41,7 +41,7 @@ class Feed:
 
     @property
     def num_gaps(self) -> float:
-        return sum(one.value for one in self.recorder.snapshot() if one.metric is KV_INDEX_GAPS)
+        return sum(sample.value for sample in self.recorder.snapshot() if sample.metric is KV_INDEX_GAPS)
 
 
 @pytest.fixture

@@ -62,7 +62,7 @@ def test_the_backlog_is_bounded(transport: Transport) -> None:
     publisher.close()  # its thread takes nothing any more
     for number in range(10):
         publisher.publish_events(batch(number, stored(number)))
-    assert [one.number for one, _ in publisher._batches] == [7, 8, 9]
+    assert [batch.number for batch, _ in publisher._batches] == [7, 8, 9]
 
 
 def test_a_batch_that_cannot_be_encoded_is_the_only_one_lost(

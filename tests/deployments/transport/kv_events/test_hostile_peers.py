@@ -54,7 +54,7 @@ def test_malformed_messages_are_counted_and_dropped(transport: Transport, caplog
         sender.send_multipart([requested, encode(Snapshot(1, -1, b""))])
         sender.send_multipart([topics.events, good])
         ingress.wait_for_blocks("r1", 1)
-    logged = [one.getMessage() for one in caplog.records if "is dropped" in one.getMessage()]
+    logged = [record.getMessage() for record in caplog.records if "is dropped" in record.getMessage()]
     assert logged == ["a message of replica r1 is dropped: Input data was truncated"], "not once, for the first one"
 
 

@@ -181,10 +181,10 @@ def check(decode: Decode, data: bytes) -> None:
             assert message.run_id >= 0
             assert message.number >= 0
             assert math.isfinite(message.sent_at)
-            assert all(0 <= one <= BIG for _, hashes in message.changes() for one in hashes)
+            assert all(0 <= block_hash <= BIG for _, hashes in message.changes() for block_hash in hashes)
         case Snapshot():
             assert message.number >= -1
-            assert all(0 <= one <= BIG for one in message.hashes)
+            assert all(0 <= block_hash <= BIG for block_hash in message.hashes)
         case LoadMessage():
             assert message.load is None or all(math.isfinite(value) and value >= 0 for value in astuple(message.load))
         case _:
@@ -197,7 +197,7 @@ def check(decode: Decode, data: bytes) -> None:
 def test_no_topic_is_a_prefix_of_another_replicas_topic() -> None:
     names = ["r1", "r10", "r", "r1/", "r1/x", "r1%2F", "ü", "default#Engine#r1", " "]
     topics = [Topics(name) for name in names]
-    flat = [one for of in topics for one in (of.events, of.load, of.snapshots)]
+    flat = [topic for of in topics for topic in (of.events, of.load, of.snapshots)]
     assert not [(a, b) for a in flat for b in flat if a is not b and a.startswith(b)]
 
 

@@ -81,7 +81,7 @@ def test_the_load_is_sent_at_once_and_repeated(transport: Transport) -> None:
     assert not ingress.known.reports["r1"]
     publisher.publish_load(load(7))
     ingress.known.wait_count("report", "r1", 10)
-    assert {one for one, _ in ingress.known.reports["r1"]} == {load(7)}
+    assert {report for report, _ in ingress.known.reports["r1"]} == {load(7)}
     times = [when for _, when in ingress.known.reports["r1"]]
     assert times == sorted(times)
     assert times[-1] <= time.monotonic()
@@ -94,16 +94,16 @@ def test_a_new_load_does_not_wait_for_the_heartbeat(transport: Transport) -> Non
     ingress.join(publisher)
     for number in range(5):
         publisher.publish_load(load(number))
-        ingress.known.wait(lambda n=number: [one for one, _ in ingress.known.reports["r1"]][-1:] == [load(n)])  # type: ignore[misc]
+        ingress.known.wait(lambda n=number: [report for report, _ in ingress.known.reports["r1"]][-1:] == [load(n)])  # type: ignore[misc]
 
 
 def test_close_ends_the_threads_and_is_idempotent(transport: Transport) -> None:
     publisher, ingress, idle = transport.publisher(), transport.ingress(), transport.ingress()
     ingress.set_endpoints({"r1": publisher.endpoint, "unreachable": "tcp://127.0.0.1:1"})
     ingress.known.wait_count("replaced", "r1")
-    for one in (idle, ingress, publisher, publisher, ingress):
-        one.close()
-    assert not [one for one in threading.enumerate() if one.name.startswith("kv-")]
+    for peer in (idle, ingress, publisher, publisher, ingress):
+        peer.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kv-")]
     publisher.publish_events(batch(0, stored(1)))
     publisher.publish_load(load())
     ingress.set_endpoints({})

@@ -31,7 +31,7 @@ class Ingress:
 
     def join(self, *publishers: KVEventPublisher, names: Iterable[str] = ("r1",)) -> None:
         """Subscribe to these and wait for their snapshots."""
-        endpoints = {name: one.endpoint for name, one in zip(names, publishers, strict=True)}
+        endpoints = {name: publisher.endpoint for name, publisher in zip(names, publishers, strict=True)}
         self.set_endpoints(endpoints)
         for name in endpoints:
             self.known.wait_count("replaced", name)
@@ -46,7 +46,9 @@ class Ingress:
         until(is_lost, f"the events of {replica} are lost", pause_s=0.01)
 
     def metric(self, metric: Metric, *labels: str) -> float:
-        return sum(one.value for one in self.recorder.snapshot() if one.metric is metric and one.labels == labels)
+        return sum(
+            sample.value for sample in self.recorder.snapshot() if sample.metric is metric and sample.labels == labels
+        )
 
     def wait_for_blocks(self, replica: str, *hashes: int) -> None:
         self.known.wait(lambda: self.known.blocks[replica] == set(hashes), for_what=f"blocks {hashes}")
@@ -59,35 +61,35 @@ class Transport:
         self._stack = stack
 
     def publisher(self, replica: str = "r1", **options: float) -> KVEventPublisher:
-        made = KVEventPublisher(replica, HOST, **options)  # type: ignore[arg-type]
-        self._stack.callback(made.close)
-        return made
+        publisher = KVEventPublisher(replica, HOST, **options)  # type: ignore[arg-type]
+        self._stack.callback(publisher.close)
+        return publisher
 
     def ingress(self, known: Known | None = None, **options: Any) -> Ingress:
         """Return a new ingress; the options are those of KVEventSubscriber. Without ``silence_s`` none is noticed."""
-        made = Ingress(known or Known(), **options)
-        self._stack.callback(made.close)
-        return made
+        ingress = Ingress(known or Known(), **options)
+        self._stack.callback(ingress.close)
+        return ingress
 
 
 @contextmanager
 def fake_publisher(port: int = 0) -> Iterator[tuple[zmq.Socket[bytes], str]]:
     """A bare socket in the role of a publisher."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    with context, context.socket(zmq.XPUB) as made:
-        made.setsockopt(zmq.LINGER, 0)
-        made.setsockopt(zmq.RCVTIMEO, int(1000 * HANG_S))
-        made.bind(f"tcp://{HOST}:{port or '*'}")
-        yield made, made.getsockopt_string(zmq.LAST_ENDPOINT)
+    with context, context.socket(zmq.XPUB) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVTIMEO, int(1000 * HANG_S))
+        socket.bind(f"tcp://{HOST}:{port or '*'}")
+        yield socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
 def reuse_port(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the next publisher bind to a port that is already known."""
 
     def bind(context: zmq.Context[zmq.Socket[bytes]], host: str, max_queued: int) -> tuple[zmq.Socket[bytes], str]:
-        made = context.socket(zmq.XPUB)
-        made.bind(endpoint)
-        return made, endpoint
+        socket = context.socket(zmq.XPUB)
+        socket.bind(endpoint)
+        return socket, endpoint
 
     monkeypatch.setattr("deployments.transport.kv_events.publisher.bind_publisher", bind)
 

@@ -49,14 +49,14 @@ class Replica:
             not self.server.num_requests
             and not len(self.engine._readers)
             and self.inner.block_manager.num_free_blocks == self.inner.info.num_blocks
-            and not any(one.compiling for one in self.server._ingresses.values())
+            and not any(ingress.compiling for ingress in self.server._ingresses.values())
         )
 
     async def tick_until_one_ingress_is_left(self) -> None:
         """Count the silence of all ingresses, again and again; the one that is left says something before each time."""
         ingresses = self.server._ingresses
         while len(ingresses) > 1:
-            await until_in_loop(lambda: any(one.num_silent_ticks == 0 for one in ingresses.values()))
+            await until_in_loop(lambda: any(ingress.num_silent_ticks == 0 for ingress in ingresses.values()))
             self.server._timer.cancel()
             self.server._tick()
 
@@ -181,9 +181,9 @@ class Proxy:
 
     @classmethod
     async def open(cls, endpoint: str) -> Proxy:
-        made = cls(endpoint)
-        await made.listen()
-        return made
+        proxy = cls(endpoint)
+        await proxy.listen()
+        return proxy
 
     @property
     def endpoint(self) -> str:
@@ -229,9 +229,9 @@ class Proxy:
         except asyncio.CancelledError:  # at the end of the test
             pass
         finally:
-            for one in (writer, back):
-                one.transport.abort()
-                self._writers.discard(one)
+            for stream in (writer, back):
+                stream.transport.abort()
+                self._writers.discard(stream)
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):

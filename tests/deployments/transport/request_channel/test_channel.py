@@ -36,11 +36,11 @@ async def test_an_answer_arrives_with_all_that_the_engine_says_of_it(peers: Peer
     stream = ingress.submit([1, 2, 3, 4, 5], 4, hashes=[7, 2**64 - 1], logprobs=2, prompt_logprobs=1)
     outputs = await outputs_of(stream)
     first, last = outputs[0], outputs[-1]
-    assert [token for one in outputs for token in one.token_ids] == replica.answer([1, 2, 3, 4, 5], 4)
+    assert [token for output in outputs for token in output.token_ids] == replica.answer([1, 2, 3, 4, 5], 4)
     assert (last.finish_reason, last.is_last, last.replica) == ("length", True, "r1")
     assert first.timing is not None
     assert last.timing is not None
-    assert sum(len(one.logprobs or ()) for one in outputs) == 4
+    assert sum(len(output.logprobs or ()) for output in outputs) == 4
     assert first.prompt_logprobs is not None
     assert len(first.prompt_logprobs) == 5
     assert replica.hashes == [[7, 2**64 - 1]]
@@ -53,7 +53,7 @@ async def test_messages_of_one_turn_go_as_one_in_their_order(peers: Peers, monke
     send = link._connection._requests.send
 
     def record(*frames: bytes) -> None:
-        sent.append([one for one in map(decode_from_ingress, frames) if not isinstance(one, Hello)])
+        sent.append([message for message in map(decode_from_ingress, frames) if not isinstance(message, Hello)])
         send(*frames)
 
     monkeypatch.setattr(link._connection._requests, "send", record)
@@ -65,7 +65,12 @@ async def test_messages_of_one_turn_go_as_one_in_their_order(peers: Peers, monke
         assert await tokens_of(streams[i]) == replica.answer([i], 5)
     await until_in_loop(lambda: replica.is_idle)
     (together,) = filter(None, sent)
-    assert [(type(one), one.number) for one in together] == [(Submit, 1), (Submit, 2), (Submit, 3), (Abort, 4)]
+    assert [(type(message), message.number) for message in together] == [
+        (Submit, 1),
+        (Submit, 2),
+        (Submit, 3),
+        (Abort, 4),
+    ]
 
 
 async def test_a_slow_reader_gets_what_has_queued_in_one_output(peers: Peers) -> None:

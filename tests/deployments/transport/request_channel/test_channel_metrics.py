@@ -20,9 +20,9 @@ def _counts() -> dict[str, float]:
     """Return the counters by name and label."""
     metrics = (CHANNEL_GAPS, CHANNEL_LOST_REPLICAS, CHANNEL_RECONNECTIONS)
     return {
-        " ".join((one.metric.name, *one.labels)): one.value
-        for one in ingress_recorder().snapshot()
-        if one.metric in metrics
+        " ".join((sample.metric.name, *sample.labels)): sample.value
+        for sample in ingress_recorder().snapshot()
+        if sample.metric in metrics
     }
 
 

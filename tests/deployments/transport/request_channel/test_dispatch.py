@@ -76,7 +76,7 @@ async def test_each_answer_of_a_search_is_taken_by_itself() -> None:
     first, second = await dispatch.next(), await dispatch.next()
     assert first is not None
     assert second is not None
-    assert [(one.index, one.token_ids) for one in (first, second)] == [(0, [7]), (1, [8])]
+    assert [(output.index, output.token_ids) for output in (first, second)] == [(0, [7]), (1, [8])]
 
 
 async def test_the_times_of_an_attempt() -> None:

@@ -26,11 +26,11 @@ REQUEST = EngineRequest("id", [1, 2], SamplingParams(max_tokens=5))
 def dealer(endpoint: str, identity: bytes = b"evil") -> Iterator[zmq.Socket[bytes]]:
     """A bare socket in the role of an ingress."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    with context, context.socket(zmq.DEALER) as made:
-        made.setsockopt(zmq.LINGER, 0)
-        made.setsockopt(zmq.ROUTING_ID, identity)
-        made.connect(endpoint)
-        yield made
+    with context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.ROUTING_ID, identity)
+        socket.connect(endpoint)
+        yield socket
 
 
 def count_received(replica: Replica, identity: bytes) -> list[bytes]:

@@ -77,8 +77,8 @@ async def test_every_stream_gets_exactly_its_tokens_through_a_line_that_breaks(p
     for ingress in ingresses:
         link = ingress.links["r1"]
         await until_in_loop(lambda link=link: not link.num_streams and not len(link._connection._outbox))  # type: ignore[misc]
-    await until_in_loop(lambda: all(not one.connection._outbox.num_bytes or one.connection.acknowledged ==
-                            one.connection.last_number for one in replica.server._ingresses.values()))  # fmt: skip
+    await until_in_loop(lambda: all(not peer.connection._outbox.num_bytes or peer.connection.acknowledged ==
+                            peer.connection.last_number for peer in replica.server._ingresses.values()))  # fmt: skip
 
 
 @pytest.mark.parametrize("which", [0, 1])

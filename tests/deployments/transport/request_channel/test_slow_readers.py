@@ -115,4 +115,4 @@ async def test_an_answer_that_ends_is_not_paused(peers: Peers, monkeypatch: pyte
 
 
 def _num_pauses() -> float:
-    return sum(one.value for one in ingress_recorder().snapshot() if one.metric is STREAM_PAUSES)
+    return sum(sample.value for sample in ingress_recorder().snapshot() if sample.metric is STREAM_PAUSES)

@@ -216,7 +216,7 @@ def _multimodal_row(tiny: TinyMultimodal) -> str:
 
 def _own_row(architecture: str, names: list[str]) -> str:
     options = [_own_options(name) for name in names]
-    windows = [one.get("sliding_window") for one in options] + [name for name in names if name in WINDOWED]
+    windows = [option.get("sliding_window") for option in options] + [name for name in names if name in WINDOWED]
     features = {
         "sliding windows": any(windows),
         "soft-caps": ARCHITECTURES[architecture].caps_attention,

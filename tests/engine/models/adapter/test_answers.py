@@ -21,7 +21,7 @@ FEW = {*KINDS, *sorted(TINY_MODELS)[::3]}  # of `make test`, which compares the 
 def test_greedy_tokens_equal_transformers(zoo: Zoo, architecture: str) -> None:
     inhabitant = zoo(architecture)
     expected = oracle(inhabitant.model, make_prompts())
-    assert len({tuple(one) for (one,) in expected}) > 1, "the oracle's answers are too much alike"
+    assert len({tuple(answer) for (answer,) in expected}) > 1, "the oracle's answers are too much alike"
     swap_space_gib = 0.001 if sum(map(ord, architecture)) % 2 else 0.0
     activity = check(inhabitant.path, (4, 7, True, swap_space_gib), expected, model_impl="transformers")
     assert activity.num_swapped_out if swap_space_gib else activity.num_recomputed

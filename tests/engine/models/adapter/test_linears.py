@@ -35,7 +35,7 @@ def test_only_linear_layers_that_the_kernels_compute_are_replaced() -> None:
     assert isinstance(packed, CpuLinear)
     assert packed.weight.dtype is torch.bfloat16
     assert sum(weight.nbytes for weight in packed.parameters()) >= 37 * 70 * 2
-    assert [type(one) for one in model] == [nn.Sequential, Scaled, nn.Linear]
+    assert [type(layer) for layer in model] == [nn.Sequential, Scaled, nn.Linear]
 
 
 def test_all_stay_without_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,9 +30,9 @@ NORM, UP = "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
 
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
-    made = Workshop(tmp_path_factory.mktemp("workshop"))
-    yield made
-    assert generate(made.single) == made.tokens
+    created = Workshop(tmp_path_factory.mktemp("workshop"))
+    yield created
+    assert generate(created.single) == created.tokens
 
 
 # --- the bytes of a file --------------------------------------------------------------------------------------------
@@ -58,7 +58,7 @@ def test_a_file_that_is_cut_off_anywhere(workshop: Workshop, share: float) -> No
     length = int(share * size)
     error = workshop.try_damaged(workshop.single, lambda copy: os.truncate(copy / SINGLE, length))
     assert isinstance(error, ModelLoadError)
-    cut = [name for name, one in header.items() if size - len(data) + one.get("data_offsets", [0, 0])[1] > length]
+    cut = [name for name, entry in header.items() if size - len(data) + entry.get("data_offsets", [0, 0])[1] > length]
     assert SINGLE in str(error)
     assert length < size - len(data) or any(name in str(error) for name in cut)
 
@@ -244,7 +244,7 @@ def test_a_weight_of_a_float16_checkpoint_that_is_not_finite_is_named(name: str,
         broken = tensors[index * (len(tensors) - 1) // 2]
 
         def damage(copy: Path, broken: str = broken, bad: float = bad) -> None:
-            weights = {one: weight.half() for one, weight in load_file(copy / SINGLE).items()}
+            weights = {name: weight.half() for name, weight in load_file(copy / SINGLE).items()}
             weights[broken].view(-1)[-1] = bad
             save_file(weights, copy / SINGLE, {"format": "pt"})
             config = json.loads((copy / "config.json").read_text())

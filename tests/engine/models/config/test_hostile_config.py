@@ -32,16 +32,16 @@ Workshops = Callable[[str], Workshop]
 @pytest.fixture(scope="module")
 def workshops(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshops]:
     """Return a function from a family to its workshop."""
-    made: dict[str, Workshop] = {}
+    by_name: dict[str, Workshop] = {}
 
     def get(name: str) -> Workshop:
-        if name not in made:
-            made[name] = Workshop(tmp_path_factory.mktemp(name), name)
-        return made[name]
+        if name not in by_name:
+            by_name[name] = Workshop(tmp_path_factory.mktemp(name), name)
+        return by_name[name]
 
     yield get
-    for one in made.values():
-        assert generate(one.single, one.model_impl) == one.tokens
+    for workshop in by_name.values():
+        assert generate(workshop.single, workshop.model_impl) == workshop.tokens
 
 
 @pytest.fixture(scope="module")

@@ -228,7 +228,7 @@ def test_norms_over_each_head_instead_of_all_are_noticed(saved: Callable[[str], 
 def test_greedy_tokens_equal_transformers(saved: Callable[[str], Saved], name: str) -> None:
     """With blocks of 4 tokens, steps of 7, shared prefixes, a cached prompt, and preemption."""
     expected = greedy_answers.oracle(saved(name).model, greedy_answers.make_prompts())
-    assert len({tuple(one) for (one,) in expected}) > 1, "the oracle's answers are too much alike"
+    assert len({tuple(answer) for (answer,) in expected}) > 1, "the oracle's answers are too much alike"
     for swap_space_gib in (0.0, 0.001):
         setting = (4, 7, True, swap_space_gib)
         activity = greedy_answers.check(saved(name).path, setting, expected, model_impl="pagoda")

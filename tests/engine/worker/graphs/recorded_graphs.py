@@ -37,20 +37,20 @@ class RecordingDevice:
     def __init__(self) -> None:
         self.inputs: dict[int, torch.Tensor] = {}
         self.num_replays = 0
-        self._made: dict[int, torch.Tensor] = {}
+        self._results: dict[int, torch.Tensor] = {}
         self.num_bytes_used = 0
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         run()
-        recorder = _Recorder(self.inputs, self._made)
+        recorder = _Recorder(self.inputs, self._results)
         with recorder:
             run()
 
         def replay() -> None:
             self.num_replays += 1
             for operator in recorder.operators:
-                found = _tensors(operator.function(*operator.args, **operator.kwargs))
-                for old, new in zip(operator.results, found, strict=False):
+                results = _tensors(operator.function(*operator.args, **operator.kwargs))
+                for old, new in zip(operator.results, results, strict=False):
                     old.copy_(new)
 
         return replay
@@ -61,16 +61,16 @@ class RecordingDevice:
     def poison_all_but(self, kept: Iterable[torch.Tensor]) -> None:
         """Overwrite what the captures have read or made, except ``kept``, with what no step computes."""
         addresses = {_address(tensor) for tensor in kept}
-        for address, tensor in (self.inputs | self._made).items():
+        for address, tensor in (self.inputs | self._results).items():
             if address not in addresses:
                 poison(tensor)
 
 
 class _Recorder(TorchDispatchMode):
-    def __init__(self, inputs: dict[int, torch.Tensor], made: dict[int, torch.Tensor]) -> None:
+    def __init__(self, inputs: dict[int, torch.Tensor], results: dict[int, torch.Tensor]) -> None:
         super().__init__()
         self.operators: list[_Operator] = []
-        self._inputs, self._made = inputs, made
+        self._inputs, self._results = inputs, results
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -82,14 +82,14 @@ class _Recorder(TorchDispatchMode):
             raise RuntimeError(f"{func} needs a value on the host, which a capture cannot wait for")
         read = _tensors((args, kwargs))
         for tensor in read:
-            if _address(tensor) not in self._made:
+            if _address(tensor) not in self._results:
                 self._inputs.setdefault(_address(tensor), tensor)
         result = func(*args, **kwargs)
         addresses = {_address(tensor) for tensor in read}
         results = _tensors(result)
-        if any(_address(one) in addresses for one in results):
+        if any(_address(result) in addresses for result in results):
             results = []
-        self._made.update({_address(one): one for one in results})
+        self._results.update({_address(result): result for result in results})
         self.operators.append(_Operator(func, args, kwargs, results))
         return result
 
@@ -97,7 +97,7 @@ class _Recorder(TorchDispatchMode):
 def _waits(function: Any, args: Any) -> bool:
     """Whether the host needs a value of a tensor: for a result, or for a shape."""
     if function.overloadpacket in _INDEXING:  # a mask is counted first
-        return any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in args[1])
+        return any(argument is not None and argument.dtype in (torch.bool, torch.uint8) for argument in args[1])
     return bool(_WAITING & set(function.tags))
 
 

@@ -97,7 +97,7 @@ class Checks:
         worker, inputs = self.worker, graph.inputs
         caches = [part for layer in worker.kv_cache.layers for part in layer]
         kept = [*worker.shard.model.parameters(), worker.shard.model.rope, *caches, worker.block_tables._array]
-        kept += [one.inputs._cu_seqlens_q for one in self.graphs._graphs]
+        kept += [graph.inputs._cu_seqlens_q for graph in self.graphs._graphs]
         self._device.poison_all_but(kept)
         poison(inputs._slab)  # which the step's copy must fill
 
@@ -127,7 +127,10 @@ def generate(llm: LLM, seed: int, num_requests: int = 24) -> list[list[list[int]
         )
         for temperature in rng.choices([0.0, 1.0], k=num_requests)
     ]
-    return [[one.token_ids for one in output.outputs] for output in llm.generate(prompts, params, use_tqdm=False)]
+    return [
+        [completion.token_ids for completion in output.outputs]
+        for output in llm.generate(prompts, params, use_tqdm=False)
+    ]
 
 
 FEW_FAMILIES = ["mistral"]  # in `make test`: with a window
@@ -156,13 +159,13 @@ def test_answers_are_those_of_eager_steps(start: Callable[..., LLM], monkeypatch
         return load(inputs, plan)
 
     monkeypatch.setattr(StaticInputs, "load", record)
-    found = generate(start(), seed=5)
+    answers = generate(start(), seed=5)
     assert num_pending
     assert not any(num_pending)
-    assert generate(start(async_scheduling=True), seed=5) == found
+    assert generate(start(async_scheduling=True), seed=5) == answers
     assert sum(num_pending) > 100, "no graph took tokens that only the device knew"
     monkeypatch.setattr(StepGraphs, "are_used", False)
-    assert generate(start(), seed=5) == found
+    assert generate(start(), seed=5) == answers
 
 
 class Faults:

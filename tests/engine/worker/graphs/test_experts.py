@@ -20,7 +20,7 @@ class Kernel:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(*args: Any, **constants: Any) -> None:
-            shapes = [tuple(one.shape) if isinstance(one, torch.Tensor) else one for one in args]
+            shapes = [tuple(argument.shape) if isinstance(argument, torch.Tensor) else argument for argument in args]
             self.launches.append((self.name, grid, shapes, constants))
             args[0].fill_(1.0)
 

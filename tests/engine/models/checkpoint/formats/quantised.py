@@ -98,15 +98,15 @@ def save_quantised(
         name: encode(name.removesuffix(".weight"), weight.float()) for name, weight in tensors.items() if chosen(name)
     }
     assert encoded
-    values = {name: one.values.contiguous() for name, one in encoded.items()}
-    for name, one in encoded.items():
-        assert one.values.shape == tensors[name].shape, name
+    values = {name: tensor.values.contiguous() for name, tensor in encoded.items()}
+    for name, packed in encoded.items():
+        assert packed.values.shape == tensors[name].shape, name
     save_file(tensors | values, plain / FILE, {"format": "pt"})
     quantised.mkdir()
     stored = {name: tensor for name, tensor in tensors.items() if name not in encoded} | (extra or {})
-    for name, one in encoded.items():
+    for name, packed in encoded.items():
         module = name.removesuffix(".weight") if name.endswith(".weight") else name.rpartition(".")[0]
-        stored |= {f"{module}.{end}": tensor.contiguous().clone() for end, tensor in one.tensors.items()}
+        stored |= {f"{module}.{end}": tensor.contiguous().clone() for end, tensor in packed.tensors.items()}
     save_file(stored, quantised / FILE, {"format": "pt"})
     written = json.loads((plain / "config.json").read_text()) | config
     for file, content in {"config.json": written, **(files or {})}.items():

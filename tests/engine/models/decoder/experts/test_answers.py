@@ -35,17 +35,17 @@ def few_prompts() -> list[list[int]]:
 
 def oracle(family: SavedModel, prompts: list[list[int]]) -> list[list[list[int]]]:
     params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, beam_width=1)
-    found = [oracle_beams(family.model, prompt, params, [])[0] for prompt in prompts]
-    whole = [torch.tensor(prompt + one[:-1]) for prompt, (one,) in zip(prompts, found, strict=True)]
+    beams = [oracle_beams(family.model, prompt, params, [])[0] for prompt in prompts]
+    whole = [torch.tensor(prompt + tokens[:-1]) for prompt, (tokens,) in zip(prompts, beams, strict=True)]
     require_no_ties(family.model, whole, first=len(prompts[0]) - 1)
-    return found
+    return beams
 
 
 @pytest.mark.usefixtures("implementation")
 def test_greedy_tokens_equal_transformers_in_every_setting(sparse_family: SavedModel) -> None:
     prompts = few_prompts()
     expected = oracle(sparse_family, prompts)
-    assert len({tuple(one) for (one,) in expected}) == 3, "the oracle's answers are too much alike"
+    assert len({tuple(answer) for (answer,) in expected}) == 3, "the oracle's answers are too much alike"
     params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
     num_preempted = {0.0: 0, 0.001: 0}
     for block_size, budget, caching, swap_space_gib in SETTINGS:
@@ -116,7 +116,9 @@ def test_bfloat16_logits_stay_near_float32(family: str, tmp_path: Path) -> None:
         (output,) = run(make_llm(path, dtype=dtype), prompts, params)
         assert output.prompt_logprobs is not None
         prompt_ids = prompts[0][1:]
-        found = zip(prompt_ids, output.prompt_logprobs[1:], strict=True)
-        rows.append(torch.tensor([one[token_id].logprob for token_id, one in found if one is not None]))
+        positions = zip(prompt_ids, output.prompt_logprobs[1:], strict=True)
+        rows.append(
+            torch.tensor([position[token_id].logprob for token_id, position in positions if position is not None])
+        )
     error = (rows[0] - rows[1]).norm() / rows[0].norm()
     assert 0 < error < 0.05

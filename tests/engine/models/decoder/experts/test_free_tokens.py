@@ -63,7 +63,7 @@ def test_each_token_takes_the_time_to_read_its_experts(
     model = load(tmp_path, "qwen3_moe", num_hidden_layers=num_layers)  # layer 1 is dense
     sparse = [layer.experts for layer in model.layers if layer.experts is not None]
     assert len(sparse) == num_layers - 1
-    dense_s = HEAD_S * (model.num_bytes - sum(one.num_bytes for one in sparse)) / model.lm_head.num_bytes
+    dense_s = HEAD_S * (model.num_bytes - sum(layer.num_bytes for layer in sparse)) / model.lm_head.num_bytes
     few, many = (dense_s + TOKEN_S * tokens * len(sparse) for tokens in (1, TOKENS))
     assert model.free_tokens == max(1, round(TOKENS * few / many)) < TOKENS / 2
     assert measured == set(sparse[:4])
