@@ -33,8 +33,13 @@ METHODS = {
 }
 # Fields that say how weights are stored, and the values of them that can be read.
 _LAYOUTS: dict[str, dict[str, tuple[str | int, ...]]] = {
-    "awq": {"version": ("gemm",), "bits": (4,)},
-    "gptq": {"checkpoint_format": ("gptq", "gptq_v2"), "bits": (2, 3, 4, 8)},
+    "awq": {"version": ("gemm",), "format": ("gemm",), "bits": (4,)},
+    "gptq": {
+        "checkpoint_format": ("gptq", "gptq_v2"),
+        "format": ("gptq", "gptq_v2"),
+        "is_marlin_format": (False,),
+        "bits": (2, 3, 4, 8),
+    },
     "auto-round": {"bits": (2, 3, 4, 8)},
     "compressed-tensors": {
         "format": (

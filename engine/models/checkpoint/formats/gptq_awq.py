@@ -25,6 +25,7 @@ from kernels.dequant.integers import dequantise_groups, dequantise_ordered, unpa
 __all__ = ["AwqWeight", "GptqWeight", "gptq_awq_weights"]
 
 _SCALES = ("F32", "BF16", "F16")
+_VERSION = ("checkpoint_format", "format")  # the older and the newer name of the config's field
 _GPTQ_BITS = (2, 3, 4, 8)
 _ROWS = 32  # rows of zero points begin with a whole word, whatever their bits
 
@@ -154,5 +155,5 @@ def _gptq(module: ModuleTensors, rows: int) -> PackedWeight:
         row_multiple=_ROWS,
         bits=bits,
         group_size=size,
-        stores_minus_one=module.quantization.fields.get("checkpoint_format") != "gptq_v2",
+        stores_minus_one="gptq_v2" not in (module.quantization.fields.get(key) for key in _VERSION),
     )

@@ -36,7 +36,15 @@ FORMATS: tuple[Callable[[ModuleTensors], Iterator[PackedWeight]], ...] = (
 _PLAIN = ("F32", "BF16", "F16", "F64")
 
 # What quantised modules have beside their weights, for the quantisation of activations, which are not quantised here.
-_OF_ACTIVATIONS = ("input_scale", "activation_scale", "input_global_scale", "input_zero_point", "output_scale")
+_OF_ACTIVATIONS = (
+    "input_scale",
+    "input_scale_ub",
+    "activation_scale",
+    "input_global_scale",
+    "input_zero_point",
+    "output_scale",
+)
+_ZERO_POINT = "weight_zero_point"  # also of formats without zero points, as zeros
 
 # What ModelOpt's AWQ and SmoothQuant have beside weights, which without them are those of another model.
 _CHANGES_INPUTS = ("pre_quant_scale", "smooth_scale")
@@ -65,7 +73,7 @@ def group_weights(
             for find in FORMATS:
                 for packed in find(module):
                     entries[packed.name] = packed
-                    _drop_activation_scales(module, packed.name.removeprefix(f"{module.name}."))
+                    _drop_unused(module, packed.name.removeprefix(f"{module.name}."))
         for name in _OF_KV_CACHE:
             module.tensors.pop(name, None)
         entries.update((module.full_name(name), tensor) for name, tensor in module.tensors.items())
@@ -82,7 +90,11 @@ def _require_plain_inputs(module: ModuleTensors) -> None:
             )
 
 
-def _drop_activation_scales(module: ModuleTensors, weight: str) -> None:
+def _drop_unused(module: ModuleTensors, weight: str) -> None:
     prefix = "" if weight == "weight" else f"{weight}_"
     for name in _OF_ACTIVATIONS:
         module.tensors.pop(prefix + name, None)
+    if weight == "weight" and _ZERO_POINT in module.tensors:
+        if any(octet & 0x7F for octet in module.read(module.tensors[_ZERO_POINT])):  # -0.0 is zero, too
+            raise module.error(_ZERO_POINT, "is not zero, and the weight's format has no zero points")
+        del module.tensors[_ZERO_POINT]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.errors import ModelLoadError
 from engine.llm import LLM
 from engine.models.checkpoint.checkpoint import open_checkpoint
 from engine.models.checkpoint.sharding import Shard
 from engine.sampling_params import SamplingParams
+from tests.engine.conftest import SavedModel
 from tests.engine.models.checkpoint.formats.quantised import (
     Encoded,
     Quantised,
@@ -197,6 +200,29 @@ def test_weights_quantised_again_as_int8(tmp_path: Path) -> None:
         tokens.append(output.outputs[0].token_ids)
         llm.engine.close()
     assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("model_impl", ["pagoda", "transformers"])
+def test_scales_of_a_kv_cache_beside_plain_weights(qwen3: SavedModel, model_impl: str, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(qwen3.path, tmp_path / "copy"))
+    tensors = load_file(path / "model.safetensors")
+    for layer in range(2):
+        tensors |= {f"model.layers.{layer}.self_attn.{name}_scale": torch.tensor(0.5) for name in "kvq"}
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    check_tokens(Quantised(path, qwen3.model, {}), model_impl=model_impl)
+
+
+def test_zero_points_of_a_format_without_them_must_be_zero(tmp_path: Path) -> None:
+    quantised = save("channel", tmp_path, num_hidden_layers=1)
+    file, name = quantised.path / "model.safetensors", "model.layers.0.mlp.up_proj.weight_zero_point"
+    tensors = load_file(file) | {name: torch.zeros(200, 1).to(E4M3)}
+    save_file(tensors, file, {"format": "pt"})
+    check_values(quantised)
+    check_tokens(quantised)
+    tensors[name][7] = 1.0
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ModelLoadError, match=f"'{name}' of '{file}' is not zero"), open_checkpoint(quantised.path):
+        pass
 
 
 @pytest.mark.parametrize("model_impl", ["pagoda", "transformers"])

@@ -74,6 +74,7 @@ KINDS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "gptq": (4, "", gptq_config(4, desc_act=False, sym=False)),
     "gptq desc_act": (4, "desc_act", gptq_config(4, desc_act=True)),
     "gptq v2": (4, "v2", gptq_config(4, checkpoint_format="gptq_v2")),
+    "gptq v2, newer name": (4, "v2 no g_idx", gptq_config(4, checkpoint_format=None, format="gptq_v2")),
     "gptq 2 bits": (2, "", gptq_config(2)),
     "gptq 3 bits": (3, "no g_idx", gptq_config(3)),
     "gptq 8 bits": (8, "no g_idx", gptq_config(8)),
