@@ -91,6 +91,24 @@ def test_the_small_one_is_good(tmp_path: Path) -> None:
     assert not tokenizer.chat_template.exists
 
 
+SENTENCEPIECE: dict[str, Any] = {
+    "model": "llama",
+    "pre": None,
+    "tokens": ["<unk>", "<s>", "</s>", "▁a", "▁", "a"],
+    "token_type": [2, 3, 3, 1, 1, 1],
+    "merges": None,
+    "scores": [0.0, 0.0, 0.0, -1.0, -2.0, -3.0],
+    "bos_token_id": 1,
+}
+
+
+def test_older_files_do_not_say_that_a_text_begins_with_bos(tmp_path: Path) -> None:
+    assert Tokenizer(write(tmp_path / "spm.gguf", **SENTENCEPIECE)).encode("a") == [1, 3]
+    assert Tokenizer(write(tmp_path / "no.gguf", **SENTENCEPIECE, add_bos_token=False)).encode("a") == [3]
+    assert Tokenizer(write(tmp_path / "llama3.gguf", pre="llama-bpe")).encode("ab") == [3, 2]
+    assert Tokenizer(write(tmp_path / "qwen2.gguf", pre="qwen2")).encode("ab") == [2]
+
+
 def test_named_templates(tmp_path: Path) -> None:
     templates = {"tokenizer.chat_template": "plain", "tokenizer.chat_templates": ["default", "tool_use"]}
     templates |= {"tokenizer.chat_template.default": "plain", "tokenizer.chat_template.tool_use": "with tools"}

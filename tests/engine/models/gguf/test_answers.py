@@ -130,6 +130,19 @@ def test_tensors_that_do_not_fit_the_metadata_are_refused(tmp_path: Path, case: 
         make_llm(str(path), num_blocks=64)
 
 
+def test_a_scale_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    write_gguf(build_model("qwen3"), "qwen3", path := tmp_path / "a.gguf")
+    tensors = open_gguf(path).tensors
+    name = next(name for name, tensor in tensors.items() if tensor.type.block_elements > 1 and "ffn_" in name)
+    data = bytearray(path.read_bytes())
+    kind, start = tensors[name].type, tensors[name].start
+    data[start : start + kind.block_bytes] = b"\xff" * kind.block_bytes  # a float16 of these bits is not a number
+    path.write_bytes(data)
+    message = rf"'model\.layers\.\d\.mlp\..*' of '{path}' has {kind.block_elements} weights .* not finite; download"
+    with pytest.raises(ModelLoadError, match=message):
+        make_llm(str(path), num_blocks=64)
+
+
 def _by_stored_name(model: Any) -> dict[str, torch.Tensor]:
     """Return the parameters with the names of published checkpoints: experts that are not stacked."""
     weights: dict[str, torch.Tensor] = {}
