@@ -23,6 +23,7 @@ from engine.models.config.text_parts import TEXT_ARCHITECTURES
 from engine.text.gguf_words import WORDS
 from kernels.dequant.gguf_types import GGUF_TYPES
 from tests.engine.checkpoints import EXPERT_FAMILIES, FAMILIES
+from tests.engine.models.adapter.checkpoints_by_name import by_name
 from tests.engine.models.adapter.greedy_answers import SETTINGS
 from tests.engine.models.adapter.test_answers import FEW, KINDS
 from tests.engine.models.adapter.test_logits import WINDOWS
@@ -43,9 +44,20 @@ architectures, fused and on CPUs in C, and the modules of transformers compute {
 attention. Where both can, our own decoder does, unless it lacks the model's activation or RoPE, or `engine.model_impl`
 says otherwise. An architecture that is not on this page is refused when the engine starts.
 
-Of [multimodal checkpoints](#multimodal-checkpoints) the text part is served.
+Of [multimodal checkpoints](#multimodal-checkpoints) the text part is served. Weights may be in bfloat16, float16,
+float32, or in one of the [formats](#weight-formats) FP8, NVFP4, MXFP4, int4, AWQ, GPTQ, bitsandbytes and MLX.
 
 This page is written by `python -m tests.engine.models.adapter.models_page`, and a test compares it with the code.
+
+## Checkpoints by name
+
+Names that people search for; other checkpoints of the same architecture are served alike, whatever the format of their
+weights. The names are examples: no checkpoint of real size was loaded, only tiny ones with the same fields, names and
+formats.
+
+| checkpoints | computed as | tensor parallelism |
+| --- | --- | --- |
+{by_name}
 
 ## Our own decoder
 
@@ -179,6 +191,7 @@ def own_models() -> dict[str, list[str]]:
 def render() -> str:
     """Return the page."""
     head = HEAD.format(
+        by_name=by_name(),
         num_own=len(ARCHITECTURES),
         num_proven=len(TINY_MODELS),
         num_settings=len(SETTINGS),

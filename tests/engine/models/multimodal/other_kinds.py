@@ -100,7 +100,7 @@ OTHER_KINDS: dict[str, TinyMultimodal] = {
         _IN_LANGUAGE_MODEL,
     ),
     "idefics3": TinyMultimodal(
-        "SmolVLM-Instruct, SmolVLM-500M-Instruct, SmolVLM-256M-Instruct, Idefics3-8B-Llama3, granite-docling-258M",
+        "SmolVLM-Instruct, SmolVLM-500M-Instruct, SmolVLM-256M-Instruct, Idefics3-8B-Llama3",
         "Idefics3ForConditionalGeneration",
         "idefics3",
         _LLAMA,
@@ -192,7 +192,7 @@ OTHER_KINDS: dict[str, TinyMultimodal] = {
         (),
     ),
     "glm-4v": TinyMultimodal(
-        "GLM-4.1V-9B-Thinking, GLM-4.1V-9B-Base, GLM-4.6V-Flash",
+        "GLM-4.1V-9B-Thinking, GLM-4.1V-9B-Base",
         "Glm4vForConditionalGeneration",
         "glm4v",
         TEXT
@@ -203,7 +203,7 @@ OTHER_KINDS: dict[str, TinyMultimodal] = {
         (*_UNDER_MODEL, "model.visual.patch_embed.proj.weight"),
     ),
     "glm-4v-moe": TinyMultimodal(
-        "GLM-4.5V, GLM-4.6V",
+        "GLM-4.5V",
         "Glm4vMoeForConditionalGeneration",
         "glm4v_moe",
         TEXT
@@ -215,7 +215,7 @@ OTHER_KINDS: dict[str, TinyMultimodal] = {
         (*_UNDER_MODEL, "model.visual.patch_embed.proj.weight"),
     ),
     "video-llama3": TinyMultimodal(
-        "VideoLLaMA3-2B-Image-HF, VideoLLaMA3-7B",
+        "VideoLLaMA3-2B-Image-HF",
         "VideoLlama3ForConditionalGeneration",
         "video_llama_3",
         _QWEN2,

@@ -45,7 +45,7 @@ PUBLISHED_KINDS: dict[str, TinyMultimodal] = {
         (*LLAVA_NAMES, "vision_tower.patch_conv.weight", "multi_modal_projector.patch_merger.merging_layer.weight"),
     ),
     "ministral3": TinyMultimodal(
-        "Ministral-3-3B-Instruct-2512, Ministral-3-8B-Instruct-2512, Ministral-3-14B-Instruct-2512, Devstral-Small-2",
+        "Ministral-3-3B-Instruct-2512, Ministral-3-8B-Instruct-2512, Ministral-3-14B-Instruct-2512",
         "Mistral3ForConditionalGeneration",
         "mistral3",
         TEXT | {"model_type": "ministral3", "head_dim": 16, "rope_parameters": YARN, "sliding_window": None},

@@ -1,12 +1,10 @@
-"""Quantised multimodal checkpoints: the text part is found under its names, whichever level of config.json says so."""
+"""Quantised experts of a multimodal checkpoint that are stored as [num_experts, inputs, outputs], with their scales."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -14,7 +12,7 @@ from engine.models.checkpoint.checkpoint import open_checkpoint
 from engine.models.checkpoint.sharding import Shard
 from engine.sampling_params import SamplingParams
 from tests.engine.models.adapter.greedy_answers import MAX_TOKENS, make_prompts, oracle
-from tests.engine.models.checkpoint.formats.test_fp8 import block_maxima, encode, fp8_mistral
+from tests.engine.models.checkpoint.formats.test_fp8 import block_maxima, encode
 from tests.engine.models.multimodal.tiny_checkpoints import Saved, save
 from tests.engine.oracle import answers, make_llm, run
 
@@ -32,38 +30,11 @@ def in_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.T
 def rewrite(saved: Saved, path: Path, tensors: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> Saved:
     """Write a checkpoint with other tensors into one file, and give the model their values."""
     path.mkdir()
-    (path / "config.json").write_text((saved.path / "config.json").read_text())
     save_file({name: weight.contiguous().clone() for name, weight in tensors.items()}, path / "model.safetensors")
     with torch.no_grad():
         for name, value in values.items():
             saved.model.get_parameter(name).copy_(value)
     return Saved(path, saved.model)
-
-
-def add_config(path: Path, *, in_text: bool, **fields: Any) -> None:
-    file = path / "config.json"
-    raw = json.loads(file.read_text())
-    (raw["text_config"] if in_text else raw)["quantization_config"] = fields
-    file.write_text(json.dumps(raw))
-
-
-@pytest.mark.parametrize("in_text", [True, False], ids=["text_config", "top"])
-def test_weights_of_mistral_s_fp8(tmp_path: Path, in_text: bool) -> None:
-    saved = save("mistral3", tmp_path / "plain")
-    tensors, values = {}, {}
-    for name, weight in saved.weights.items():
-        if not name.startswith("language_model.model.layers.") or not name.endswith("_proj.weight"):
-            tensors[name] = weight
-            continue
-        encoded, module = fp8_mistral(name, weight), name.removesuffix("weight")
-        tensors |= {module + end: tensor for end, tensor in encoded.tensors.items()}
-        values[name.replace("language_model.model.", "model.language_model.")] = encoded.values
-    quantised = rewrite(saved, tmp_path / "fp8", tensors, values)
-    add_config(quantised.path, in_text=in_text, quant_method="fp8", weight_block_size=None, activation_scheme="static")
-    expected = oracle(quantised.model, make_prompts())
-    for model_impl in ("auto", "transformers"):
-        llm = make_llm(str(quantised.path), num_blocks=32, model_impl=model_impl)
-        assert answers(run(llm, make_prompts(), GREEDY)) == expected
 
 
 def test_blocks_of_experts_that_are_turned(tmp_path: Path) -> None:
@@ -77,7 +48,9 @@ def test_blocks_of_experts_that_are_turned(tmp_path: Path) -> None:
         tensors[name], tensors[f"{name}_scale_inv"], dequantised = in_blocks(weight)
         values[name] = dequantised.mT
     quantised = rewrite(saved, tmp_path / "fp8", tensors, values)
-    add_config(quantised.path, in_text=False, quant_method="fp8", weight_block_size=list(BLOCK))
+    raw = json.loads((saved.path / "config.json").read_text())
+    raw["quantization_config"] = {"quant_method": "fp8", "weight_block_size": list(BLOCK)}
+    (quantised.path / "config.json").write_text(json.dumps(raw))
     with open_checkpoint(quantised.path) as checkpoint:
         for name, expected in values.items():
             own = name.replace("model.language_model.", "model.")

@@ -1,0 +1,62 @@
+"""The table of docs/models.md that lists checkpoints by the names that they are published under."""
+
+from __future__ import annotations
+
+from engine.models.config.architectures import ALIASES, PROVEN, REFUSED, REFUSED_TEXT_PARTS, TENSOR_PARALLEL
+from engine.models.config.families import ARCHITECTURES
+from engine.models.config.text_parts import TEXT_ARCHITECTURES
+from tests.engine.models.config.test_refused_checkpoints import PUBLISHED as REFUSED_CHECKPOINTS
+from tests.engine.models.multimodal.tiny_checkpoints import TINY
+
+# Of models of text, by the architecture in their config.json.
+TEXT_CHECKPOINTS = {
+    "Qwen3ForCausalLM": "Qwen3-0.6B, Qwen3-1.7B, Qwen3-4B, Qwen3-4B-Instruct-2507, Qwen3-8B, Qwen3-14B, Qwen3-32B",
+    "Qwen3MoeForCausalLM": "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder-30B-A3B, Qwen3-Coder-480B-A35B",
+    "Qwen2ForCausalLM": "Qwen2.5-0.5B to Qwen2.5-72B, Qwen2.5-Coder, QwQ-32B, DeepSeek-R1-Distill-Qwen-32B",
+    "Qwen2MoeForCausalLM": "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B",
+    "LlamaForCausalLM": "Llama-3.1-8B, Llama-3.1-70B, Llama-3.1-405B, Llama-3.2-1B, Llama-3.2-3B, Llama-3.3-70B",
+    "MistralForCausalLM": "Mistral-7B-v0.3, Mistral-Nemo-Instruct-2407, Mistral-Small-24B-Instruct-2501",
+    "MixtralForCausalLM": "Mixtral-8x7B-v0.1, Mixtral-8x22B-v0.1",
+    "GptOssForCausalLM": "gpt-oss-20b, gpt-oss-120b",
+    "Gemma2ForCausalLM": "gemma-2-2b-it, gemma-2-9b-it, gemma-2-27b-it",
+    "Gemma3ForCausalLM": "gemma-3-270m-it, gemma-3-1b-it",
+    "Phi3ForCausalLM": "Phi-3-mini, Phi-3.5-mini, Phi-4, Phi-4-mini, Phi-4-reasoning",
+    "PhiMoEForCausalLM": "Phi-3.5-MoE",
+    "Glm4ForCausalLM": "GLM-4-9B-0414, GLM-4-32B-0414, GLM-Z1-32B-0414",
+    "Glm4MoeForCausalLM": "GLM-4.5-Air, GLM-4.5, GLM-4.6, GLM-4.7",
+    "MiniMaxM2ForCausalLM": "MiniMax-M2, MiniMax-M2.5, MiniMax-M2.7",
+    "SmolLM3ForCausalLM": "SmolLM3-3B",
+    "GraniteForCausalLM": "granite-3.3-2b-instruct, granite-3.3-8b-instruct",
+    "GraniteMoeForCausalLM": "granite-3.1-1b-a400m-instruct, granite-3.1-3b-a800m-instruct",
+    "Olmo2ForCausalLM": "OLMo-2-1124-7B, OLMo-2-0325-32B",
+    "Olmo3ForCausalLM": "Olmo-3-7B, Olmo-3-32B",
+    "SeedOssForCausalLM": "Seed-OSS-36B-Instruct",
+    "Cohere2ForCausalLM": "c4ai-command-r7b-12-2024, c4ai-command-a-03-2025",
+    "Ernie4_5_MoeForCausalLM": "ERNIE-4.5-21B-A3B-PT, ERNIE-4.5-300B-A47B-PT",
+    "HunYuanMoEV1ForCausalLM": "Hunyuan-A13B-Instruct",
+    "Exaone4ForCausalLM": "EXAONE-4.0-1.2B, EXAONE-4.0-32B",
+    "ApertusForCausalLM": "Apertus-8B-Instruct-2509, Apertus-70B-Instruct-2509",
+    "Dots1ForCausalLM": "dots.llm1.inst",
+    "ArceeForCausalLM": "AFM-4.5B",
+}
+
+
+def by_name() -> str:
+    """Return the rows, those that are served first."""
+    rows = [_served(names, ALIASES.get(name, name)) for name, names in TEXT_CHECKPOINTS.items()]
+    rows += [_served(tiny.published, TEXT_ARCHITECTURES[tiny.text_type], is_part=True) for tiny in TINY.values()]
+    refused: dict[str, list[str]] = {}
+    for name, (architecture, _, fields, _) in REFUSED_CHECKPOINTS.items():
+        part = TEXT_ARCHITECTURES.get(fields.get("text_config", {}).get("model_type"), architecture)
+        refused.setdefault(REFUSED[REFUSED_TEXT_PARTS.get(architecture, part)], []).append(name)
+    rows += [f"| {', '.join(names)} | refused: {reason} | |" for reason, names in refused.items()]
+    return "\n".join(rows)
+
+
+def _served(names: str, architecture: str, *, is_part: bool = False) -> str:
+    assert architecture in PROVEN, architecture
+    is_own = architecture in ARCHITECTURES
+    by = "our own decoder" if is_own else "transformers' modules"
+    what = f"its text part as `{architecture}`" if is_part else f"`{architecture}`"
+    ranks = "yes" if is_own or architecture in TENSOR_PARALLEL else "no"
+    return f"| {names} | {what}, by {by} | {ranks} |"
