@@ -29,15 +29,18 @@ _TRANSPOSED_ROWS = 128  # whole cache lines of each output
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Nvfp4Weight(PackedWeight):
-    """Parts ``weight``, ``scale`` and ``global scale``, which divides if ``divides``."""
+    """Parts ``weight``, ``scale`` and maybe ``global scale``, which divides if ``divides``."""
 
     format = "NVFP4"
     divides: bool
 
     def dequantise(self, parts: Mapping[str, torch.Tensor], rows: range) -> torch.Tensor:
         """Return rows of the matrix in float32."""
-        scales, factor = parts["scale"].float(), parts["global scale"].float().view(1, 1)
-        return dequantise_fp4(parts["weight"], scales / factor if self.divides else scales * factor, _NV_GROUP)
+        scales = parts["scale"].float()
+        if (factor := parts.get("global scale")) is not None:
+            factor = factor.float().view(1, 1)
+            scales = scales / factor if self.divides else scales * factor
+        return dequantise_fp4(parts["weight"], scales, _NV_GROUP)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

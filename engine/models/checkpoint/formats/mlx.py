@@ -1,8 +1,8 @@
-"""MLX: integers with a scale and a bias for groups of inputs, of linear layers and embeddings alike.
+"""MLX: integers with a scale and a bias for groups of inputs, or FP4 and FP8; of linear layers and embeddings alike.
 
     X.weight  U32 [out, in * bits / 32], packed one after another, the low bits first
-    X.scales  [out, in / group]
-    X.biases  [out, in / group]: the value is code * scale + bias
+    X.scales  [out, in / group]; of the modes mxfp4, nvfp4 and mxfp8 U8: exponents, or for nvfp4 E4M3
+    X.biases  [out, in / group]: the value is code * scale + bias; absent in these modes
 
 Experts are stacked, `switch_mlp.down_proj.weight` [experts, out, ...]; the model has one matrix for each. The shapes
 give only bits * group, so config.json names both, with exceptions by layer.
@@ -16,6 +16,9 @@ from typing import Any
 
 import torch
 
+from engine.errors import shown
+from engine.models.checkpoint.formats.fp4 import Mxfp4Weight, Nvfp4Weight
+from engine.models.checkpoint.formats.fp8 import Fp8Weight
 from engine.models.checkpoint.formats.module_tensors import ModuleTensors
 from engine.models.checkpoint.packed_weight import PackedWeight
 from engine.models.checkpoint.safetensors_header import StoredTensor
@@ -26,6 +29,12 @@ __all__ = ["MlxWeight", "mlx_weights"]
 _FLOATS = ("F32", "BF16", "F16")
 _BITS = (2, 3, 4, 5, 6, 8)
 _STACK = "switch_mlp"
+# By mode: codes of a word, inputs with one scale, and the dtypes of codes and scales.
+_FLOAT_MODES = {
+    "mxfp4": (8, 32, "U8", "U8"),
+    "nvfp4": (8, 16, "U8", "F8_E4M3"),
+    "mxfp8": (4, 32, "F8_E4M3", "U8"),
+}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,9 +60,14 @@ def mlx_weights(module: ModuleTensors) -> Iterator[PackedWeight]:
     weight = module.tensors.get("weight")
     if weight is None or weight.dtype != "U32" or module.find("scales") is None:
         return
-    scales = module.tensors["scales"]
     if module.find("biases") is None:
-        raise module.error("weight", "has no biases beside it; of MLX's formats only affine ones are supported")
+        yield from _floats(module)
+    else:
+        yield from _integers(module)
+
+
+def _integers(module: ModuleTensors) -> Iterator[PackedWeight]:
+    weight, scales = module.tensors["weight"], module.tensors["scales"]
     for name in ("scales", "biases"):
         tensor = module.tensors[name]
         if tensor.dtype not in _FLOATS or tensor.shape != scales.shape or 0 in tensor.shape:
@@ -66,16 +80,45 @@ def mlx_weights(module: ModuleTensors) -> Iterator[PackedWeight]:
         yield MlxWeight(
             name=name,
             parts=part,
-            shape=shape[-2:] if f".{_STACK}." in f".{module.name}." else shape,
+            shape=(*part["weight"].shape[:-1], shape[-1]),
             read_by_rows=frozenset({"weight", "scales", "biases"}),
             bits=bits,
             group_size=group_size,
         )
 
 
+def _floats(module: ModuleTensors) -> Iterator[PackedWeight]:
+    """Yield weights of a mode without biases, which are those of other formats in words."""
+    mode = _exception(module).get("mode", module.quantization.fields.get("mode"))
+    if mode not in _FLOAT_MODES:
+        raise module.error("weight", f"has no biases beside it, and the config's mode {shown(mode)} needs them")
+    codes_in_word, group, codes, scale = _FLOAT_MODES[mode]
+    weight, scales = module.tensors["weight"], module.tensors["scales"]
+    *stacked, words = weight.shape
+    columns = words * codes_in_word
+    if scales.dtype != "U8" or len(stacked) not in (1, 2) or scales.shape != (*stacked, -(-columns // group)):
+        raise module.error(
+            "scales", f"is {scales.dtype} {list(scales.shape)}, which does not fit {mode} words of {list(weight.shape)}"
+        )
+    for name, parts in _experts(module, len(weight.shape)):
+        own = parts["weight"]
+        own_parts = {
+            "weight": own._replace(dtype=codes, shape=(*own.shape[:-1], 4 * words)),
+            "scale": parts["scales"]._replace(dtype=scale),
+        }
+        shape, by_rows = (*own.shape[:-1], columns), frozenset({"weight", "scale"})
+        if mode == "mxfp8":
+            by_rows = frozenset({"weight"})
+            yield Fp8Weight(name=name, parts=own_parts, shape=shape, read_by_rows=by_rows, block=(1, group))
+        elif mode == "mxfp4":
+            yield Mxfp4Weight(name=name, parts=own_parts, shape=shape, read_by_rows=by_rows)
+        else:
+            yield Nvfp4Weight(name=name, parts=own_parts, shape=shape, read_by_rows=by_rows, divides=False)
+
+
 def _experts(module: ModuleTensors, dimensions: int) -> Iterator[tuple[str, dict[str, StoredTensor]]]:
     """Yield the name and parts of the module's weight, or of each of its experts."""
-    parts = module.take(weight="weight", scales="scales", biases="biases")
+    parts = module.take(weight="weight", scales="scales", biases=module.find("biases"))
     block, separator, matrix = module.name.rpartition(f".{_STACK}.")
     if dimensions == 2 or not separator:
         yield module.full_name("weight"), parts

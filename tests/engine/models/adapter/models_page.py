@@ -132,7 +132,7 @@ activations and of the KV cache is not computed.
 | GPTQ of 2, 3, 4 or 8 bits, versions 1 and 2, with or without desc_act | GPTQModel, AutoGPTQ, AutoRound |
 | AWQ (gemm) | AutoAWQ, AutoRound |
 | NF4, FP4, also with double quantisation; 8-bit | bitsandbytes |
-| integers of 2 to 8 bits with scales and biases ("affine"), embeddings too | MLX |
+| integers of 2 to 8 bits with scales and biases ("affine"), MXFP4, NVFP4, MXFP8, embeddings too | MLX |
 
 Each format is compared with an independent reference, bit for bit in float32, and the tokens of a tiny checkpoint with
 those of transformers for the dequantised weights (`tests/engine/models/checkpoint/formats/`).

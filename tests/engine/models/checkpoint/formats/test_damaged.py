@@ -44,6 +44,8 @@ KINDS: dict[str, Callable[[Path], Quantised]] = {
     "nf4": lambda path: of_bitsandbytes.save("nf4 double", path, num_hidden_layers=1),
     "bnb int8": lambda path: of_bitsandbytes.save("int8", path, num_hidden_layers=1),
     "mlx": lambda path: of_mlx.save(4, path, num_hidden_layers=1),
+    "mlx nvfp4": lambda path: of_mlx.save_mode("nvfp4", path, num_hidden_layers=1),
+    "mlx mxfp8": lambda path: of_mlx.save_mode("mxfp8", path, num_hidden_layers=1),
 }
 MODULE = "model.layers.0.mlp.up_proj"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,10 @@ from tests.engine.models.checkpoint.formats.quantised import (
     save_quantised,
     tiny_model,
 )
+from tests.engine.models.checkpoint.formats.test_fp4 import VALUES as FP4
+from tests.engine.models.checkpoint.formats.test_fp4 import mxfp4, nearest_codes, pack
+from tests.engine.models.checkpoint.formats.test_fp8 import VALUES as FP8
+from tests.engine.models.checkpoint.formats.test_fp8 import mxfp8
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -53,6 +58,41 @@ def save(bits: int, path: Path, family: str = "qwen3", **options: Any) -> Quanti
 def test_every_number_of_bits_gives_the_values_and_tokens(bits: int, tmp_path: Path) -> None:
     quantised = save(bits, tmp_path, tie_word_embeddings=True)
     assert EMBEDDING in quantised.values
+    check_values(quantised)
+    check_tokens(quantised)
+
+
+def as_words(encoded: Encoded, codes: str) -> Encoded:
+    """Return a weight of FP4 or FP8 as MLX has it: without a global scale, and in words."""
+    scales = encoded.tensors["weight_scale"].view(torch.uint8)
+    return Encoded({"weight": encoded.tensors[codes].view(torch.uint32), "scales": scales}, encoded.values)
+
+
+def nvfp4_without_factor(weight: torch.Tensor) -> Encoded:
+    scales = (weight.unflatten(1, (-1, 16)).abs().amax(2) / 6).to(torch.float8_e4m3fn)
+    own = FP8[scales.view(torch.uint8).long()].repeat_interleave(16, 1)
+    codes = nearest_codes(weight / own.clamp(min=1e-9))
+    return Encoded({"weight": pack(codes), "weight_scale": scales}, FP4[codes] * own)
+
+
+MODES: dict[str, tuple[int, int, Callable[[torch.Tensor], Encoded]]] = {
+    "mxfp4": (4, 32, lambda weight: as_words(mxfp4(weight), "weight_packed")),
+    "nvfp4": (4, 16, lambda weight: as_words(nvfp4_without_factor(weight), "weight")),
+    "mxfp8": (8, 32, lambda weight: as_words(mxfp8("", weight), "weight")),
+}
+
+
+def save_mode(mode: str, path: Path, **options: Any) -> Quantised:
+    bits, group, encoder = MODES[mode]
+    sizes = {"bits": bits, "group_size": group, "mode": mode}
+    config = {"quantization": sizes, "quantization_config": sizes}
+    model = tiny_model(intermediate_size=256, **options)
+    return save_quantised(model, path, lambda _, weight: encoder(weight), config)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_fp4_and_fp8_give_the_values_and_tokens(mode: str, tmp_path: Path) -> None:
+    quantised = save_mode(mode, tmp_path)
     check_values(quantised)
     check_tokens(quantised)
 

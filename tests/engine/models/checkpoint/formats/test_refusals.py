@@ -48,7 +48,7 @@ def added(end: str) -> Callable[[Tensors], None]:
             r"dtype U8, and with .* known format; give",
         ),
         (of_mlx.save, 4, removed("scales", "biases"), r"dtype U32, and with the tensors beside it .*; give the checkp"),
-        (of_mlx.save, 4, removed("biases"), r"no biases beside it; of MLX's formats only affine ones are supported"),
+        (of_mlx.save, 4, removed("biases"), "no biases beside it, and the config's mode None needs them"),
         (of_fp8.save, "block", removed("weight_scale_inv"), r"dtype F8_E4M3, and with the tensors beside it"),
         (of_fp4.save, "modelopt", removed("weight_scale_2"), "neither weight_scale_2 nor weight_global_scale"),
         (of_integers.save, "int4 symmetric", removed("weight_shape"), "has no weight_shape beside it"),
