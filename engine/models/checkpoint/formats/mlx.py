@@ -90,7 +90,7 @@ def _integers(module: ModuleTensors) -> Iterator[PackedWeight]:
 def _floats(module: ModuleTensors) -> Iterator[PackedWeight]:
     """Yield weights of a mode without biases, which are those of other formats in words."""
     mode = _exception(module).get("mode", module.quantization.fields.get("mode"))
-    if mode not in _FLOAT_MODES:
+    if not isinstance(mode, str) or mode not in _FLOAT_MODES:
         raise module.error("weight", f"has no biases beside it, and the config's mode {shown(mode)} needs them")
     codes_in_word, group, codes, scale = _FLOAT_MODES[mode]
     weight, scales = module.tensors["weight"], module.tensors["scales"]
@@ -138,7 +138,7 @@ def _sizes(module: ModuleTensors, words: int, num_groups: int) -> tuple[int, int
     """Return the bits of a code and the inputs with one scale, which the config has for the module or for all."""
     for fields in (_exception(module), module.quantization.fields):
         bits, group_size = fields.get("bits"), fields.get("group_size")
-        if bits in _BITS and type(group_size) is int and bits * group_size * num_groups == words * 32:
+        if type(bits) is type(group_size) is int and bits in _BITS and bits * group_size * num_groups == words * 32:
             return bits, group_size
     found = {key: module.quantization.fields.get(key) for key in ("bits", "group_size")}
     raise module.error(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,3 +99,21 @@ def test_other_models_than_the_weights_say_are_refused(fields: dict[str, Any], m
     ).path
     with pytest.raises(ModelLoadError, match=f"{message}.*; give the checkpoint in bf16"):
         load_hf_config(path)
+
+
+@pytest.mark.parametrize(
+    ("save", "kind", "field", "value"),
+    [
+        (of_mlx.save_mode, "nvfp4", "mode", ["nvfp4"]),
+        (of_mlx.save, 4, "bits", 4.0),
+        (of_mlx.save, 4, "group_size", "32"),
+        (of_fp8.save, "block", "weight_block_size", [128, "128"]),
+    ],
+)
+def test_a_config_of_other_types_is_refused(save: Any, kind: Any, field: str, value: Any, tmp_path: Path) -> None:
+    quantised = save(kind, tmp_path, num_hidden_layers=1)
+    config = json.loads((quantised.path / "config.json").read_text())
+    config["quantization_config"][field] = value
+    (quantised.path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError, match=str(quantised.path)):
+        check_tokens(quantised)
