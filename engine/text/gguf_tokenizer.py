@@ -17,6 +17,7 @@ from engine.text.gguf_words import BEGIN_WITH_BOS, IGNORE_MERGES, WITH_NFC, WORD
 __all__ = ["gguf_tokenizer"]
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+_NOT_OF_TEXT = (_UNKNOWN, _CONTROL, _UNUSED, _BYTE)
 _KEY = "tokenizer.ggml."
 _SPACE = "▁"  # how SentencePiece spells a space
 _WITHOUT_RSTRIP = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3's other added tokens take the spaces after them
@@ -206,7 +207,7 @@ def _sentencepiece(vocabulary: _Vocabulary) -> Any:
     prepends = vocabulary.flag("add_space_prefix", True)
     tokenizer = _bpe(
         vocabulary,
-        _merges_of(vocabulary.vocab, scores),
+        _merges_of(vocabulary, scores),
         unk_token=vocabulary.named_tokens.get("unk_token"),
         fuse_unk=True,
         byte_fallback=True,
@@ -218,14 +219,17 @@ def _sentencepiece(vocabulary: _Vocabulary) -> Any:
     return tokenizer
 
 
-def _merges_of(vocab: dict[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
+def _merges_of(vocabulary: _Vocabulary, scores: Sequence[float]) -> list[tuple[str, str]]:
     """Return the merges of a vocabulary whose tokens are joined in the order of their scores, the highest first.
 
-    Every pair of tokens that makes up a token is a merge. Pairs of one score are ordered as transformers does when it
-    converts SentencePiece's files: the longest left part first, then the left part's id.
+    Every pair of tokens that makes up a token of text is a merge; a control token never results from one. Pairs of one
+    score are ordered as transformers does when it converts SentencePiece's files: the longest left part first, then the
+    token's id.
     """
-    merges = []
+    vocab, merges = vocabulary.vocab, []
     for token, token_id in vocab.items():
+        if vocabulary.types[token_id] in _NOT_OF_TEXT:
+            continue
         score = scores[token_id]
         for index in range(1, len(token)):
             left, right = token[:index], token[index:]

@@ -109,6 +109,14 @@ def test_older_files_do_not_say_that_a_text_begins_with_bos(tmp_path: Path) -> N
     assert Tokenizer(write(tmp_path / "qwen2.gguf", pre="qwen2")).encode("ab") == [2]
 
 
+def test_a_control_token_never_results_from_pieces_of_text(tmp_path: Path) -> None:
+    tokens = ["<unk>", "<s>", "</s>", "<", "s>", "▁", "▁<", "s", ">", "a"]
+    metadata = SENTENCEPIECE | {"tokens": tokens, "token_type": [2, 3, 3, *[1] * 7], "scores": [0.0] * 10}
+    tokenizer = Tokenizer(write(tmp_path / "a.gguf", **metadata, add_space_prefix=False, add_bos_token=False))
+    assert tokenizer.encode("<s>") == [1]
+    assert tokenizer.encode("<s>", split_special_tokens=True) == [3, 4]
+
+
 def test_named_templates(tmp_path: Path) -> None:
     templates = {"tokenizer.chat_template": "plain", "tokenizer.chat_templates": ["default", "tool_use"]}
     templates |= {"tokenizer.chat_template.default": "plain", "tokenizer.chat_template.tool_use": "with tools"}
