@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from engine.errors import RequestError
+from engine.text.media import media_problem
 from engine.text.special_tokens import SpecialTokenMask, texts_in
 from engine.text.template_forms import LateSystemMessages, TemplateForms
 
@@ -123,6 +124,10 @@ class ChatTemplate:
                     param="messages",
                     remedy="give mappings with role and content",
                 )
+            parts = message.get("content")
+            for part in parts if isinstance(parts, list | tuple) else ():
+                if isinstance(part, Mapping) and (problem := media_problem(part.get("type"))):
+                    raise RequestError(f"cannot be rendered: {problem}", param="messages")
 
     @cached_property
     def _added_tokens(self) -> tuple[Sequence[int], Sequence[int]]:

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from deployments.api.media import media_problem
 from deployments.errors import ApiError
 from engine.errors import shown
+from engine.text.media import media_problem
 
 __all__ = ["Block", "Fields", "InputMessage", "TextBlock", "TextBlocks", "check_blocks", "joined"]
 

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from deployments.api.body import JsonBody
-from deployments.api.media import media_problem
 from deployments.api.openai.tools import MAX_CALLS, Effort, ToolCall, ToolChoice, Tools, check_size, check_tools
 from deployments.errors import ApiError
 from engine.errors import RequestError, listed, shown
+from engine.text.media import media_problem
 
 __all__ = ["MAX_MESSAGES", "RESERVED", "Conversation", "Message", "check_template_options"]
 

@@ -12,11 +12,11 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter
 
-from deployments.api.media import media_problem
 from deployments.api.openai.messages import MAX_MESSAGES, MAX_PARTS
 from deployments.api.responses.invalid_fields import MediaError, NotOfferedError
 from deployments.errors import ApiError
 from engine.errors import shown
+from engine.text.media import media_problem
 
 __all__ = [
     "Input",

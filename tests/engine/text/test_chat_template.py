@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from engine.errors import RequestError
 from engine.text.tokenizer import Tokenizer
 from tests.engine.checkpoints import CHAT_TEMPLATE, save_tokenizer
 
@@ -126,3 +127,18 @@ def test_templates_that_take_text_get_text(tmp_path: Path, template: str) -> Non
     messages = [{"role": "user", "content": "the cache"}]
     expected = theirs.apply_chat_template(messages, tokenize=True, return_dict=False)
     assert ours.chat_template.encode(messages, add_generation_prompt=False) == expected
+
+
+@pytest.mark.parametrize(("kind", "media"), [("image", "images"), ("image_url", "images"), ("input_audio", "sound")])
+def test_an_image_is_no_placeholder_in_a_prompt(tmp_path: Path, kind: str, media: str) -> None:
+    """The template would write one, and the image would be lost without an error."""
+    template = "{% for part in messages[0].content %}{{ part.text if part.type == 'text' else '<image>' }}{% endfor %}"
+    save_tokenizer(tmp_path, template)
+    tokenizer = Tokenizer(tmp_path)
+    parts: list[dict[str, Any]] = [{"type": "text", "text": "What is this?"}]
+    ids = tokenizer.chat_template.encode([{"role": "user", "content": parts}])
+    assert tokenizer.decode(ids) == "What is this?"
+    with pytest.raises(
+        RequestError, match=f"type '{kind}' is not supported: models are served for text, without {media}"
+    ):
+        tokenizer.chat_template.encode([{"role": "user", "content": [*parts, {"type": kind}]}])

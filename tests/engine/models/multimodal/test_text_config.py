@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from engine.errors import ModelLoadError
+from deployments.config import AppConfig
+from engine.errors import ConfigError, ModelLoadError
 from engine.models.config.architectures import PROVEN
 from engine.models.config.implementation import read_shape
 from engine.models.config.model_config import GenerationDefaults, ModelConfig, load_hf_config
@@ -171,6 +172,15 @@ def test_implausible_values_of_a_text_part_are_refused(tmp_path: Path) -> None:
     fields["text_config"] = fields["text_config"] | {"num_hidden_layers": 10**9}
     with pytest.raises(ModelLoadError, match="num_hidden_layers=1000000000 is not an integer from 1 to 512"):
         load_hf_config(write(tmp_path, fields))
+
+
+@pytest.mark.parametrize("name", ["qwen3-vl", "qwen2.5-vl"])
+def test_a_launcher_knows_the_positions_of_a_text_part(tmp_path: Path, name: str) -> None:
+    write(tmp_path, TINY[name].config_json)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    AppConfig.parse({"model": str(tmp_path), "engine": {"max_model_len": 128}}).require_model()
+    with pytest.raises(ConfigError, match="max_model_len=129 exceeds the model's 128 positions"):
+        AppConfig.parse({"model": str(tmp_path), "engine": {"max_model_len": 129}}).require_model()
 
 
 def test_both_implementations_read_a_text_part(tmp_path: Path) -> None:
