@@ -19,35 +19,44 @@ NewId = Callable[[CallStart], str]
 
 @dataclass(frozen=True)
 class CallIds:
-    """Makes the ids of an answer's calls. An id that the model has written is kept.
+    """Makes the ids of an answer's calls, none of which is used twice in a conversation.
+
+    An id that the model has written is kept, unless an earlier call has it: clients find a call's result by its id.
 
     Attributes:
-        length: characters of an id.
+        length: characters of a random id.
         first_index: calls of the conversation so far, if ids are Kimi's ``functions.name:index``; None for random ids.
+        earlier: the ids of those calls.
     """
 
     length: int = 29
     first_index: int | None = None
-
-    def of(self, call: CallStart, index: int, prefix: str) -> str:
-        """Return the id of an answer's call.
-
-        Args:
-            call: it.
-            index: its number in the answer, from 0.
-            prefix: by which an API's clients know a call; a random id begins with it, unless it is too short.
-        """
-        if call.call_id is not None:
-            return call.call_id
-        if self.first_index is not None:
-            return f"functions.{call.name}:{self.first_index + index}"
-        start = prefix if self.length > MAX_BARE_LENGTH else ""
-        return start + "".join(secrets.choice(_ALPHABET) for _ in range(self.length - len(start)))
+    earlier: frozenset[str] = frozenset()
 
     def counter(self, prefix: str) -> NewId:
-        """Return what makes the ids of one answer's calls, in their order."""
-        numbers = count()
-        return lambda call: self.of(call, next(numbers), prefix)
+        """Return what makes the ids of one answer's calls, in their order.
+
+        Args:
+            prefix: by which an API's clients know a call; a random id begins with it, unless it is too short.
+        """
+        if self.first_index is None:
+            return lambda _: self._random(prefix)
+        indices, used = count(self.first_index), set(self.earlier)
+
+        def new_id(call: CallStart) -> str:
+            index = next(indices)
+            call_id = call.call_id
+            if call_id is None or call_id in used:
+                ids = (f"functions.{call.name}:{number}" for number in count(index))
+                call_id = next(unused for unused in ids if unused not in used)
+            used.add(call_id)
+            return call_id
+
+        return new_id
+
+    def _random(self, prefix: str) -> str:
+        start = prefix if self.length > MAX_BARE_LENGTH else ""
+        return start + "".join(secrets.choice(_ALPHABET) for _ in range(self.length - len(start)))
 
 
 RANDOM_IDS = CallIds()

@@ -124,8 +124,10 @@ class AnswerFormats:
     def _call_ids(self, request: ChatRequest) -> CallIds:
         if self._tool is None:
             return RANDOM_IDS
-        num_calls = sum(len(message.tool_calls or ()) for message in request.messages)
-        return CallIds(self._tool.call_id_length, num_calls if self._tool.has_kimi_ids else None)
+        if not self._tool.has_kimi_ids:
+            return CallIds(self._tool.call_id_length)
+        calls = [call for message in request.messages for call in message.tool_calls or ()]
+        return CallIds(first_index=len(calls), earlier=frozenset(call.id for call in calls if call.id is not None))
 
     def _grammar(self, request: ChatRequest) -> str | None:
         """Return the grammar of calls of strict tools, if the model's format has one."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from deployments.api.call_ids import NewId
 from deployments.api.openai.answer_formats import AnswerFormat
 from deployments.api.openai.chunks import ChunkWriter, encode_event
 from deployments.api.openai.protocol import GenerationRequest
@@ -66,7 +67,8 @@ class ParsedChatWriter(ChatWriter):
         events = parser.feed(answer.text, final=True)
         self._count_whole(index, answer, parser)
         choice = super()._choice(index, answer)
-        choice["message"] = {"role": "assistant", "content": None, "refusal": None, **self.fields(events, parser)}
+        fields = self.fields(events, parser, self.new_call_ids())
+        choice["message"] = {"role": "assistant", "content": None, "refusal": None, **fields}
         for call in choice["message"].get("tool_calls", ()):
             del call["index"]
         echoed = answer.generation.prompt.echo_text
@@ -75,14 +77,18 @@ class ParsedChatWriter(ChatWriter):
         choice["finish_reason"] = finish_reason(choice["finish_reason"], parser)
         return choice
 
-    def fields(self, events: Sequence[Event], parser: AnswerParser) -> dict[str, Any]:
+    def new_call_ids(self) -> NewId:
+        """Return what makes the ids of one answer's calls."""
+        return self.format.call_ids.counter("call_")
+
+    def fields(self, events: Sequence[Event], parser: AnswerParser, new_id: NewId) -> dict[str, Any]:
         """Return the fields of a message, or of a delta of one, that ``parser`` has just made of its text."""
         text: dict[type[Event], str] = {}
         calls: list[dict[str, Any]] = []
         index = parser.num_calls - sum(isinstance(event, CallStart) for event in events)
         for event in events:
             if isinstance(event, CallStart):
-                calls.append(self._new_call(index, event))
+                calls.append(_new_call(index, event, new_id(event)))
                 index += 1
             elif isinstance(event, CallArguments):
                 if not calls:
@@ -97,10 +103,6 @@ class ParsedChatWriter(ChatWriter):
             fields["content"] = text[Content]
         return fields | ({"tool_calls": calls} if calls else {})
 
-    def _new_call(self, index: int, call: CallStart) -> dict[str, Any]:
-        call_id = self.format.call_ids.of(call, index, "call_")
-        return {"index": index, "id": call_id, "type": "function", "function": {"name": call.name, "arguments": ""}}
-
 
 class ParsedChunkWriter(ChunkWriter):
     """Writes the events of a response whose answers are parsed while they arrive.
@@ -112,12 +114,14 @@ class ParsedChunkWriter(ChunkWriter):
         super().__init__(writer, generations, body)
         self._chat = writer
         self._parsers = [writer.format.new_parser() for _ in generations]
+        self._new_ids = [writer.new_call_ids() for _ in generations]
         self._has_started = [False] * len(generations)
 
     def chunk(self, delta: Delta) -> bytes:
         """Return the event of one delta; nothing if there is nothing to send."""
         parser, first = self._parsers[delta.index], not self._has_started[delta.index]
-        fields = self._chat.fields(parser.feed(delta.text, final=delta.finish_reason is not None), parser)
+        events = parser.feed(delta.text, final=delta.finish_reason is not None)
+        fields = self._chat.fields(events, parser, self._new_ids[delta.index])
         self._chat.count_reasoning(delta.index, delta.token_ids, parser)
         has_more = self._has_logprobs or self._has_token_ids or self._continuous_usage
         if not (fields or first or delta.finish_reason is not None or has_more):
@@ -131,6 +135,10 @@ class ParsedChunkWriter(ChunkWriter):
         choice["delta"] = fields
         choice["finish_reason"] = finish_reason(delta.finish_reason, parser)
         return encode_event(chunk)
+
+
+def _new_call(index: int, call: CallStart, call_id: str) -> dict[str, Any]:
+    return {"index": index, "id": call_id, "type": "function", "function": {"name": call.name, "arguments": ""}}
 
 
 def finish_reason(reason: str | None, parser: AnswerParser) -> str | None:

@@ -5,6 +5,7 @@ The clients send back what they have received, and the next prompt has the calls
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -117,8 +118,82 @@ def messages(client: TestClient, stream: bool) -> list[Turn]:
     return taken
 
 
-def _texts(content: list[Any], kind: str) -> str:
-    return "".join(getattr(block, kind) for block in content if block.type == kind)
+class _InProcess:
+    """A transport of an asynchronous client, which sends its requests with a test client in a thread."""
+
+    def __init__(self, client: TestClient) -> None:
+        self._client = client
+
+    async def handle_async_request(self, request: Any) -> Any:
+        await request.aread()
+        response = await asyncio.to_thread(self._client.send, request)
+        return type(response)(response.status_code, headers=response.headers, content=response.content)
+
+    async def aclose(self) -> None:
+        """The test client stays open."""
+
+
+def agents_chat(client: TestClient, stream: bool) -> list[Turn]:
+    """Run an agent of openai-agents over the chat API."""
+    agents = pytest.importorskip("agents", reason="needs the extra `clients`: make test-long installs it")
+    return asyncio.run(_run_agent(agents, agents.OpenAIChatCompletionsModel, client, stream))
+
+
+def agents_responses(client: TestClient, stream: bool) -> list[Turn]:
+    """Run an agent of openai-agents over the Responses API."""
+    agents = pytest.importorskip("agents", reason="needs the extra `clients`: make test-long installs it")
+    return asyncio.run(_run_agent(agents, agents.OpenAIResponsesModel, client, stream))
+
+
+async def _run_agent(agents: Any, kind: Any, client: TestClient, stream: bool) -> list[Turn]:
+    """Run an agent of openai-agents; its Runner calls the tools and sends back what it has received."""
+
+    def tool(name: str) -> Any:
+        async def invoke(context: Any, arguments: str) -> str:
+            return f"{results([(name, json.loads(arguments))])[0]} {context.tool_call_id}"
+
+        return agents.FunctionTool(name, "", TOOLS[name], invoke, strict_json_schema=False)
+
+    transport: Any = _InProcess(client)
+    async with openai.AsyncOpenAI(
+        base_url="http://testserver/v1",
+        api_key="x",
+        http_client=openai.DefaultAsyncHttpxClient(transport=transport),
+        max_retries=0,
+    ) as api:
+        agent = agents.Agent(
+            name="editor",
+            model=kind(model="tiny", openai_client=api),
+            model_settings=agents.ModelSettings(max_tokens=900),
+            tools=[tool(name) for name in TOOLS],
+        )
+        settings = agents.RunConfig(tracing_disabled=True)
+        if stream:
+            result = agents.Runner.run_streamed(agent, "Edit it.", run_config=settings)
+            async for _ in result.stream_events():
+                pass
+        else:
+            result = await agents.Runner.run(agent, "Edit it.", run_config=settings)
+    return [_turn(response.output) for response in result.raw_responses]
+
+
+def _turn(items: list[Any]) -> Turn:
+    """Return what the items of one response of openai-agents hold; the chat API's reasoning is a summary there."""
+    thoughts = [part.text for item in items if item.type == "reasoning" for part in item.summary or item.content]
+    texts = [part.text for item in items if item.type == "message" for part in item.content]
+    calls = [(item.name, json.loads(item.arguments)) for item in items if item.type == "function_call"]
+    return "".join(thoughts), "".join(texts), calls
+
+
+AGENTS: list[Any] = [
+    *(pytest.param(chat, format) for format in WRITERS),
+    *(pytest.param(agent, format) for agent in (responses, messages) for format in FEW),
+    *(
+        pytest.param(agent, format, marks=pytest.mark.long)
+        for agent in (agents_chat, agents_responses)
+        for format in WRITERS
+    ),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -127,10 +202,7 @@ def long_context(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fakes, "INFO", replace(fakes.INFO, max_model_len=4096, num_blocks=4096))
 
 
-@pytest.mark.parametrize(
-    ("agent", "format"),
-    [(chat, format) for format in WRITERS] + [(agent, format) for agent in (responses, messages) for format in FEW],
-)
+@pytest.mark.parametrize(("agent", "format"), AGENTS)
 def test_three_turns(
     agent: Agent,
     format: str,

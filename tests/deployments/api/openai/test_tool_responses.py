@@ -224,6 +224,30 @@ def test_kimi_ids_are_those_that_the_model_writes(
     assert api.post("/v1/responses", json=body).json()["output"][0]["call_id"] == "functions.f:7"
 
 
+def test_a_kimi_id_of_an_earlier_call_is_replaced(open_client: OpenClient, parsed_path: Any, answers: Answers) -> None:
+    api = open_client(model=str(parsed_path), tool_parser="kimi_k2", reasoning_parser="none")
+    written = ("functions.f:0", "functions.f:1", "functions.g:0", "functions.g:0", "functions.f:9")
+    answers(KIMI_SECTION.format("".join(map(KIMI_CALL.format, written))))
+    expected = ["functions.f:1", "functions.f:2", "functions.g:0", "functions.g:4", "functions.f:9"]
+    calls = [{"id": "functions.f:0", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    result = {"role": "tool", "tool_call_id": "functions.f:0", "content": "1"}
+    body = BODY | {"messages": [USER, {"role": "assistant", "tool_calls": calls}, result]}
+    assert [call["id"] for call in _both(api, body)[0]["tool_calls"]] == expected
+    streamed, _ = joined(events(api.post("/v1/chat/completions", json=body | {"stream": True}).text))
+    assert [call["id"] for call in streamed["tool_calls"]] == expected
+    tools = [{"name": "f", "input_schema": {"type": "object"}}]
+    use = {"type": "tool_use", "id": "functions.f:0", "name": "f", "input": {}}
+    answer = {"type": "tool_result", "tool_use_id": "functions.f:0", "content": "1"}
+    messages = [USER, {"role": "assistant", "content": [use]}, {"role": "user", "content": [answer]}]
+    body = {"model": "tiny", "max_tokens": 90, "messages": messages, "tools": tools}
+    assert [block["id"] for block in api.post("/v1/messages", json=body).json()["content"]] == expected
+
+    call = {"type": "function_call", "call_id": "functions.f:0", "name": "f", "arguments": "{}"}
+    items = [USER, call, {"type": "function_call_output", "call_id": "functions.f:0", "output": "1"}]
+    body = {"input": items, "tools": [{"type": "function", "name": "f", "parameters": {}, "strict": False}]}
+    assert [item["call_id"] for item in api.post("/v1/responses", json=body).json()["output"]] == expected
+
+
 @pytest.mark.parametrize("lost_after", range(1, 18))
 async def test_a_stream_in_a_call_goes_on_elsewhere(tokenizer: Tokenizer, lost_after: int) -> None:
     text = f"Now: {CALL} ok"
