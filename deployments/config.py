@@ -28,7 +28,7 @@ from engine.errors import ConfigError
 from engine.models.config.architectures import require_proven
 from engine.models.config.config_json import context_length, num_positions, read_config_json, rope_of
 from engine.models.config.text_parts import text_fields
-from engine.models.gguf.file import is_gguf, open_gguf
+from engine.models.gguf.file import gguf_name, is_gguf, open_gguf
 from engine.sampling_params import MAX_SEQUENCES
 from engine.text.template_files import PACKAGED_TEMPLATES, find_chat_template
 from engine.text.template_forms import LateSystemMessages
@@ -227,7 +227,7 @@ class AppConfig(_Options):
     @property
     def served_name(self) -> str:
         """The name that clients give as ``model``."""
-        return self.model_name or (self.model_path.stem if is_gguf(self.model) else self.model_path.name)
+        return self.model_name or (gguf_name(self.model) if is_gguf(self.model) else self.model_path.name)
 
     @property
     def engine_config(self) -> EngineConfig:

@@ -102,6 +102,7 @@ def test_tokenizers_of_mistral_and_kimi_are_files_of_a_checkpoint(tmp_path: Path
 def test_a_gguf_file_is_checked_as_a_directory_is(tmp_path: Path) -> None:
     config = AppConfig.parse({"model": str(tmp_path / "a-Q4_K_M.gguf"), "engine": {"max_model_len": 64}})
     assert config.served_name == "a-Q4_K_M"
+    assert AppConfig.parse({"model": "/models/b-00001-of-00003.gguf"}).served_name == "b"
     with pytest.raises(ConfigError, match="is not a file; give the path of a GGUF file"):
         config.require_model()
     write_metadata(config.model_path, "llama")

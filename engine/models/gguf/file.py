@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from engine.errors import ConfigError, ModelLoadError, shown
 from engine.models.gguf.header import GgufTensor, read_gguf_header
 
-__all__ = ["GgufFile", "is_gguf", "open_gguf", "require_gguf_file"]
+__all__ = ["GgufFile", "gguf_name", "is_gguf", "open_gguf", "require_gguf_file"]
 
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _NUMBER, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
@@ -34,6 +34,13 @@ class GgufFile(NamedTuple):
 def is_gguf(path: str | Path) -> bool:
     """Return whether a model's path is that of a GGUF file, by its name alone."""
     return str(path).lower().endswith(".gguf")
+
+
+def gguf_name(path: str | Path) -> str:
+    """Return a file's name without `.gguf` and the number of the part."""
+    name = Path(path).name
+    match = _PART.fullmatch(name)
+    return match[1] if match else Path(name).stem
 
 
 def require_gguf_file(path: str | Path) -> None:
