@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from engine.models.config.model_config import load_hf_config
 from engine.models.config.text_parts import MULTIMODAL, TEXT_ARCHITECTURES
 from engine.sampling_params import SamplingParams
 from tests.engine.models.adapter.greedy_answers import MAX_TOKENS, SETTINGS, check, make_prompts, oracle
@@ -76,4 +78,21 @@ def test_two_ranks_share_a_text_part(
     monkeypatch.setattr("engine.worker.worker_pool.RemoteRanks", ThreadRanks)
     llm = make_llm(str(published(name).path), tensor_parallel_size=2, num_blocks=32)
     assert answers(run(llm, make_prompts(), GREEDY)) == expected(name)
+    llm.engine.close()
+
+
+@pytest.mark.parametrize("model_impl", ["pagoda", "transformers"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_stored_head_counts_although_the_class_ties_by_default(
+    expected: Expected, model_impl: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Mistral-Small-3.1 is published: nothing says that embeddings are not tied, but there is a head."""
+    save("mistral3", tmp_path)
+    raw = TINY["mistral3"].config_json
+    del raw["tie_word_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert load_hf_config(tmp_path).tie_word_embeddings
+    monkeypatch.setattr("engine.worker.worker_pool.RemoteRanks", ThreadRanks)
+    llm = make_llm(str(tmp_path), tensor_parallel_size=ranks, num_blocks=32, model_impl=model_impl)
+    assert answers(run(llm, make_prompts(), GREEDY)) == expected("mistral3")
     llm.engine.close()
