@@ -20,12 +20,15 @@ _QWEN2, _QWEN3 = "qwen2", "qwen3"
 # The model types that a text part may have; the first is that of a config that names none.
 MULTIMODAL: dict[str, tuple[str, ...]] = {
     "AriaForConditionalGeneration": ("aria_text",),
+    "AudioFlamingo3ForConditionalGeneration": (_QWEN2,),
     "AyaVisionForConditionalGeneration": ("cohere2",),
     "Cohere2VisionForConditionalGeneration": ("cohere2",),
+    "DeepseekVLForConditionalGeneration": ("llama",),
     "Exaone4_5_ForConditionalGeneration": ("exaone4",),
     "Gemma3ForConditionalGeneration": ("gemma3_text",),
     "Glm4vForConditionalGeneration": ("glm4v_text",),
     "Glm4vMoeForConditionalGeneration": ("glm4v_moe_text",),
+    "GlmAsrForConditionalGeneration": ("llama",),
     "GotOcr2ForConditionalGeneration": (_QWEN2,),
     "Idefics2ForConditionalGeneration": ("mistral",),
     "Idefics3ForConditionalGeneration": ("llama",),
@@ -33,8 +36,10 @@ MULTIMODAL: dict[str, tuple[str, ...]] = {
     "LightOnOcrForConditionalGeneration": (_QWEN3,),
     "LlavaForConditionalGeneration": ("llama", "mistral", _QWEN2),
     "LlavaNextForConditionalGeneration": ("llama", "mistral", _QWEN2),
+    "LlavaNextVideoForConditionalGeneration": ("llama",),
     "LlavaOnevisionForConditionalGeneration": (_QWEN2,),
     "Mistral3ForConditionalGeneration": ("mistral", "ministral3"),
+    "Ovis2ForConditionalGeneration": (_QWEN2,),
     "Qwen2AudioForConditionalGeneration": (_QWEN2,),
     "Qwen2VLForConditionalGeneration": ("qwen2_vl_text",),
     "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl_text",),
@@ -42,6 +47,7 @@ MULTIMODAL: dict[str, tuple[str, ...]] = {
     "Qwen3VLMoeForConditionalGeneration": ("qwen3_vl_moe_text",),
     "SmolVLMForConditionalGeneration": ("llama",),
     "VideoLlama3ForConditionalGeneration": (_QWEN2,),
+    "VipLlavaForConditionalGeneration": ("llama",),
     "VoxtralForConditionalGeneration": ("llama",),
 }
 

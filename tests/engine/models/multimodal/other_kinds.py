@@ -231,4 +231,55 @@ OTHER_KINDS: dict[str, TinyMultimodal] = {
         | {"image_token_id": 110, "video_token_id": 111, "tie_word_embeddings": False},
         (),
     ),
+    "llava-next-video": TinyMultimodal(
+        "LLaVA-NeXT-Video-7B-hf",
+        "LlavaNextVideoForConditionalGeneration",
+        "llava_next_video",
+        _LLAMA,
+        {"vision_config": CLIP, "video_token_index": 118} | _UNTIED | _GRID,
+        (*_IN_LANGUAGE_MODEL, "image_newline"),
+    ),
+    "vip-llava": TinyMultimodal(
+        "vip-llava-7b-hf, vip-llava-13b-hf",
+        "VipLlavaForConditionalGeneration",
+        "vipllava",
+        _LLAMA,
+        {"vision_config": CLIP, "vision_feature_layers": [-1]} | _UNTIED,
+        _IN_LANGUAGE_MODEL,
+    ),
+    "deepseek-vl": TinyMultimodal(
+        "deepseek-vl-1.3b-chat, deepseek-vl-7b-chat of deepseek-community",
+        "DeepseekVLForConditionalGeneration",
+        "deepseek_vl",
+        _LLAMA,
+        {"vision_config": _HEADLESS, "image_token_id": 119, "tie_word_embeddings": False},
+        _UNDER_MODEL,
+    ),
+    "ovis2": TinyMultimodal(
+        "Ovis2-1B-hf, Ovis2-8B-hf, Ovis2-34B-hf",
+        "Ovis2ForConditionalGeneration",
+        "ovis2",
+        _QWEN2,
+        {"vision_config": _IDEFICS | {"vocab_size": 20, "num_visual_indicator_tokens": 5, "hidden_stride": 1}}
+        | {"image_token_id": 110, "visual_indicator_token_ids": [111, 112, 113, 114, 115], "vocab_size": 120}
+        | {"hidden_size": 64, "tie_word_embeddings": False},
+        (),
+    ),
+    "glm-asr": TinyMultimodal(
+        "GLM-ASR-Nano-2512",
+        "GlmAsrForConditionalGeneration",
+        "glmasr",
+        _LLAMA | {"head_dim": 16, "eos_token_id": [2, 3]},
+        {"audio_config": _AUDIO | {"model_type": "glmasr_encoder", "head_dim": 8}, "audio_token_id": 24}
+        | {"tie_word_embeddings": False},
+        _IN_LANGUAGE_MODEL,
+    ),
+    "audio-flamingo3": TinyMultimodal(
+        "audio-flamingo-3-hf",
+        "AudioFlamingo3ForConditionalGeneration",
+        "audioflamingo3",
+        _QWEN2,
+        {"audio_config": _AUDIO | {"model_type": "audioflamingo3_encoder"}, "audio_token_id": 24},
+        _IN_LANGUAGE_MODEL,
+    ),
 }
