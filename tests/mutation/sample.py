@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
-TEST_LIMIT_S = 60
+TEST_LIMIT_S = 60  # unless the package says another one
 MAX_TRIES = 5  # if a test fails for another reason than the mutant
 CURRENT = ROOT / "build" / "mutation" / f"test-{os.getpid()}"  # the test that runs
 RESULTS = ROOT / "benchmarks" / "results" / "mutation.json"
@@ -74,7 +74,7 @@ def exit_codes() -> dict[str, int | None]:
     return statuses
 
 
-def run(names: list[str], slow_tests: list[str]) -> dict[str, str]:
+def run(names: list[str], slow_tests: list[str], limit_s: float) -> dict[str, str]:
     """Run the tests of each mutant, and for a survivor all tests; return mutmut's word for the outcome.
 
     Mutants that an earlier run has killed, or an earlier report calls equivalent, are not run again, unless their code
@@ -94,7 +94,7 @@ def run(names: list[str], slow_tests: list[str]) -> dict[str, str]:
         PytestRunner().execute_pytest(["--collect-only", "-qqq", *tests])  # imports what the children need
     for name in names:
         if outcomes[name] in ("survived", "no tests") and not reason_of(describe(name)):
-            is_killed = fails(name, tests)
+            is_killed = fails(name, tests, limit_s)
             outcomes[name] = "killed" if is_killed else "survived"
             print(f"{name}: {outcomes[name]} by all tests", flush=True)
             if is_killed:
@@ -123,22 +123,22 @@ def record_kill(name: str) -> None:
     data.save()
 
 
-def fails(name: str, tests: list[str]) -> bool:
+def fails(name: str, tests: list[str], limit_s: float) -> bool:
     """Whether a test fails on a mutant, and fails again on it but passes without it: a busy machine fails tests too."""
     folder = name.split(".")[1]
     tests = sorted(tests, key=lambda test: f"/{folder}/" not in test)  # those beside the code are the likely ones
     left_out: list[str] = []  # tests that fail without the mutant, or do not fail again
     for _ in range(MAX_TRIES):
-        failed = failure_of(name, [*tests, *(f"--deselect={item}" for item in left_out)])
+        failed = failure_of(name, [*tests, *(f"--deselect={item}" for item in left_out)], limit_s)
         if not failed:
             return failed is not None  # empty: the tests cannot even be collected
-        if failure_of(name, [failed]) and not failure_of("", [failed]):
+        if failure_of(name, [failed], limit_s) and not failure_of("", [failed], limit_s):
             return True
         left_out.append(failed)
     return False
 
 
-def failure_of(name: str, tests: list[str]) -> str | None:
+def failure_of(name: str, tests: list[str], limit_s: float) -> str | None:
     """Run these tests on a mutant, or on none, in a new process; return the first that fails, None if none does.
 
     All tests have to run again, because mutmut attributes a function that a shared fixture calls to one test only. A
@@ -149,7 +149,7 @@ def failure_of(name: str, tests: list[str]) -> str | None:
     if (child := os.fork()) == 0:
         run_tests(name, tests)
     while (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
-        if time.time() - CURRENT.stat().st_mtime > TEST_LIMIT_S:
+        if time.time() - CURRENT.stat().st_mtime > limit_s:
             os.killpg(child, signal.SIGKILL)
             os.waitpid(child, 0)
             return CURRENT.read_text()
@@ -246,7 +246,8 @@ def main() -> None:
     prepare(options.package, package)
     names = generate()
     drawn = sorted(random.Random(options.seed).sample(names, min(options.sample, len(names))))
-    report(options.package, options.seed, len(names), run(drawn, package["slow_tests"]))
+    outcomes = run(drawn, package["slow_tests"], package.get("test_limit_s", TEST_LIMIT_S))
+    report(options.package, options.seed, len(names), outcomes)
 
 
 if __name__ == "__main__":

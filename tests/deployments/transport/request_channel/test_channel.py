@@ -125,8 +125,9 @@ async def test_a_request_that_is_too_large_is_not_counted_as_a_stream(
     replica, ingress = await peers.pair()
     link, gate = ingress.links["r1"], Gate(replica.runner)
     running = ingress.submit([1], 5)
-    with pytest.raises(RequestError, match=r"makes a request of \d+ bytes, and 4000 are possible"):
+    with pytest.raises(RequestError, match=r"makes a request of \d+ bytes, and 4000 are possible") as caught:
         ingress.submit([2] * 5000, 5)
+    assert caught.value.param == "prompt"
     assert link.num_streams == 1
     gate.opened.set()
     for number, stream in enumerate((running, ingress.submit([2], 5)), 1):  # no number of a message is missing

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 import zmq
 
+from deployments.transport.request_channel import server as server_module
 from deployments.transport.request_channel import sockets as sockets_module
 from deployments.transport.request_channel.codec import decode_from_replica, encode, encode_request
 from deployments.transport.request_channel.messages import Abort, Hello, Outputs, Status
@@ -89,7 +90,8 @@ async def test_malformed_messages_disturb_no_one(peers: Peers, caplog: pytest.Lo
         assert await tokens_of(stream) == replica.answer([1], 100)
         await until_in_loop(lambda: len(received) == 2 * len(bad) * 20)
     logger.removeHandler(caplog.handler)
-    assert sum("is dropped" in record.message for record in caplog.records) == 1
+    dropped = [record.message for record in caplog.records if "is dropped" in record.message]
+    assert dropped == ["a message of the channel is dropped: Input data was truncated"]
     assert await tokens_of(ingress.submit([1], 5)) == replica.answer([1], 5)
 
 
@@ -104,6 +106,23 @@ async def test_a_peer_with_the_secret_cannot_confuse_the_numbers(peers: Peers) -
         await until_in_loop(lambda: replica.is_idle)
         assert await tokens_of(ingress.submit([1], 5)) == replica.answer([1], 5)
     await replica.tick_until_one_ingress_is_left()
+
+
+async def test_ingresses_beyond_the_limit_are_refused(peers: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "MAX_INGRESSES", 1)
+    replica, _ = await peers.pair()
+    with dealer(replica.server.address.requests) as second:
+        second.send(encode(Hello(replica.server.address.secret, 0, 0, 0, False)))
+        await until_in_loop(lambda: second.poll(0))
+        status = decode_from_replica(second.recv())
+    assert isinstance(status, Status)
+    assert status.error == "this replica has closed the connection"
+
+
+async def test_a_step_with_more_streams_than_tokens_is_refused(peers: Peers) -> None:
+    _, ingress = await peers.pair()
+    with pytest.raises(ValueError, match="shorter"):
+        ingress.links["r1"]._queue_outputs(Outputs(1, [1, 2], [5], [], []))
 
 
 async def test_a_message_over_the_limit_closes_only_its_connection(

@@ -205,6 +205,12 @@ def test_other_bytes_are_refused(data: bytes) -> None:
         assert isinstance(message, Hello | Submit | Abort | Status | Outputs)
 
 
+def test_an_error_says_what_is_wrong_with_the_bytes() -> None:
+    for decode in (decode_from_ingress, decode_from_replica):
+        with pytest.raises(ChannelMessageError, match="truncated"):
+            decode(b"")
+
+
 def submit(params: dict[str, Any], prompt: bytes = b"", texts: dict[str, list[bytes]] | None = None) -> Submit:
     """Return a message with these parameters, which need not be valid."""
     fields = msgspec.msgpack.encode(["id", [], params, 0, "", "", []])
