@@ -40,6 +40,7 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "
 logger = logging.getLogger(__name__)
 
 _CONVERTED_BYTES = 2**20  # read and converted at once: few enough to stay in a processor's cache
+_TRANSPOSED_BYTES = 2**17  # fewer, because the memory that is written is not contiguous
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -229,7 +230,7 @@ class Checkpoint:
             else:
                 columns = columns[shard.start : shard.stop]
         dtype = _DTYPES[stored.dtype]
-        at_once = max(1, _CONVERTED_BYTES // (num_rows * dtype.itemsize or 1))
+        at_once = max(1, _TRANSPOSED_BYTES // (num_rows * dtype.itemsize or 1))
         scratch = torch.empty([min(at_once, len(columns)), num_rows], dtype=dtype)
         for index, matrix in enumerate(out if out.dim() == 3 else out[None], first):
             for start in range(0, len(columns), at_once):
