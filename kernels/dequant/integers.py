@@ -110,11 +110,13 @@ def unpack_awq(words: torch.Tensor) -> torch.Tensor:
         words: int32 [num_rows, columns / 8].
 
     Returns:
-        uint8 [columns, num_rows]: transposed.
+        float32 [columns, num_rows]: transposed.
     """
     transposed = words.t().contiguous()
-    parts = [(transposed >> 4 * _AWQ_ORDER.index(column) & 15).to(torch.uint8) for column in range(8)]
-    return torch.stack(parts, dim=1).view(8 * len(transposed), -1)
+    columns = torch.empty(len(transposed), 8, len(words), device=words.device)
+    for nibble, column in enumerate(_AWQ_ORDER):
+        columns[:, column].copy_((transposed >> 4 * nibble).bitwise_and_(15))
+    return columns.view(-1, len(words))
 
 
 def dequantise_affine(codes: torch.Tensor, scales: torch.Tensor, biases: torch.Tensor, group_size: int) -> torch.Tensor:

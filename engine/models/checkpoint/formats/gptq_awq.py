@@ -28,6 +28,7 @@ _SCALES = ("F32", "BF16", "F16")
 _VERSION = ("checkpoint_format", "format")  # the older and the newer name of the config's field
 _GPTQ_BITS = (2, 3, 4, 8)
 _ROWS = 32  # rows of zero points begin with a whole word, whatever their bits
+_AWQ_ROWS = 128  # whole cache lines of words
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -129,7 +130,7 @@ def _awq(module: ModuleTensors, rows: int, columns: int) -> PackedWeight:
         name=module.full_name("weight"),
         parts=module.take(qweight="qweight", qzeros="qzeros", scales="scales"),
         shape=(rows, columns),
-        row_multiple=_ROWS,
+        row_multiple=_AWQ_ROWS,
         group_size=size,
     )
 
