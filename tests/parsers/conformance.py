@@ -147,19 +147,40 @@ def _damaged(text: str, rng: random.Random) -> str:
     return text[:start] + text[end:] if rng.random() < 0.5 else text[:end] + text[start:]
 
 
+_DESCRIPTION = """Test parsers of tool calls and reasoning: each format with arguments that are hard to parse and with
+text that is cut anywhere. A parser passes if content, reasoning and calls come back exactly and do not depend on the
+cuts."""
+_PARSER_HELP = """a function that takes the format, the tools (JSON schemas of parameters by name) and the pieces of an
+answer, and returns its content, reasoning and calls (Answer and Parse in tests/parsers/conformance.py); default:
+%(default)s"""
+
+
+def _loaded(parser: str) -> Parse:
+    """Return the function that ``--parser`` names.
+
+    Raises:
+        ArgumentTypeError: if there is none.
+    """
+    module, _, name = parser.partition(":")
+    try:
+        parse: Parse = getattr(importlib.import_module(module), name)
+    except (AttributeError, ImportError, TypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{parser!r}: {error}; name a function as MODULE:FUNCTION") from error
+    return parse
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the suite; returns 1 if a parser fails."""
-    options = argparse.ArgumentParser(prog="python -m tests.parsers.conformance", description=__doc__)
+    options = argparse.ArgumentParser(prog="python -m tests.parsers.conformance", description=_DESCRIPTION)
     options.add_argument("formats", nargs="*", metavar="FORMAT", help=f"default: all: {', '.join(WRITERS)}")
-    options.add_argument("--parser", default="tests.parsers.conformance:pagoda", metavar="MODULE:FUNCTION")
+    default = "tests.parsers.conformance:pagoda"
+    options.add_argument("--parser", type=_loaded, default=default, metavar="MODULE:FUNCTION", help=_PARSER_HELP)
     given = options.parse_args(arguments)
     if unknown := set(given.formats) - set(WRITERS):
         options.error(f"unknown format {', '.join(sorted(unknown))}; choose from {', '.join(WRITERS)}")
-    module, _, name = given.parser.partition(":")
-    parse: Parse = getattr(importlib.import_module(module), name)
     num_failed = 0
     for format in given.formats or WRITERS:
-        found = list(failures(format, parse))
+        found = list(failures(format, given.parser))
         num_failed += bool(found)
         print(f"{format:20} {'ok' if not found else f'{len(found)} failures'}")
         for failure in found[:3]:

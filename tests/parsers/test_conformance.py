@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import pytest
 from deployments.parsers.tool_parsers import TOOL_PARSERS
 from tests.parsers.conformance import Answer, failures, main, pagoda
 from tests.parsers.writers import WRITERS
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("format", WRITERS)
@@ -51,3 +54,27 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "failures" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["hermez"])
+    assert "unknown format hermez" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("parser", ["", "json", "json:", "json:parse", "no_module:parse", ":parse", ".a:parse"])
+def test_the_command_needs_a_function(parser: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["hermes", "--parser", parser])
+    assert f"argument --parser: {parser!r}: " in capsys.readouterr().err
+
+
+def test_the_help_says_what_the_documentation_says(capsys: pytest.CaptureFixture[str]) -> None:
+    page = " ".join((ROOT / "docs/api.md").read_text(encoding="utf-8").replace("`", "").split())
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for words in (
+        "each format with arguments that are hard to parse and with text that is cut anywhere",
+        "--parser MODULE:FUNCTION",
+        "a function that takes the format, the tools",
+        "and the pieces of an answer, and returns its content, reasoning and calls",
+        "Parse in tests/parsers/conformance.py",
+    ):
+        assert words in page
+        assert words in shown

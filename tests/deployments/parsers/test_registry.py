@@ -36,6 +36,7 @@ TEMPLATES = {
     "DeepSeek V4": ("'｜DSML｜' 'tool_calls>' '</think>'", ("deepseek_v4", "qwen3")),
     "Seed-OSS": ("<seed:think> <seed:tool_call>\n<function=f>\n<parameter=x>", ("seed_oss", "seed_oss")),
     "Apriel": ("within <tool_call></tool_call> XML tags <tool_calls>[{", ("hunyuan_a13b", None)),
+    "Functionary 3.2": ("in this format:\n>>>${recipient}\n${content} '>>>all\n' '>>>' + name", (None, None)),
     "Functionary": ("<{start_tag}={function_name}> <function=f>{{}} <|python_tag|>", (None, None)),
     "Llama 3.2": ('{"name": function name, "parameters": dictionary of argument name and', ("llama3_json", None)),
     "LFM2": ("<|im_start|> List of tools: <|tool_list_start|>[", ("lfm2", None)),
