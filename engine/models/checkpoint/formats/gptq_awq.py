@@ -6,8 +6,9 @@
     X.scales     F16 [groups, out]                                 F16 [groups, out]
     X.g_idx      I32 [in]: the group of each input                 absent
 
-The value is (code - zero point) * scale. GPTQ stores zero points minus one, its second version (``gptq_v2``) as they
-are. Both formats have the same names; shapes distinguish them, and give the bits.
+The value is (code - zero point) * scale. GPTQ stores zero points minus one; its second version (``gptq_v2``) and
+AutoRound's own packing (``auto_round:exllamav2`` and such) store them as they are. Both formats have the same names;
+shapes distinguish them, and give the bits.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from engine.models.checkpoint.formats.groups import group_size_of, sizes_in
 from engine.models.checkpoint.formats.module_tensors import ModuleTensors
 from engine.models.checkpoint.packed_weight import PackedWeight
+from engine.models.config.quantization import Quantization
 from kernels.dequant.integers import dequantise_groups, dequantise_ordered, unpack_awq, unpack_bits, unpack_floats
 
 __all__ = ["AwqWeight", "GptqWeight", "gptq_awq_weights"]
@@ -156,5 +158,14 @@ def _gptq(module: ModuleTensors, rows: int) -> PackedWeight:
         row_multiple=_ROWS,
         bits=bits,
         group_size=size,
-        stores_minus_one="gptq_v2" not in (module.quantization.fields.get(key) for key in _VERSION),
+        stores_minus_one=_stores_minus_one(module.quantization),
     )
+
+
+def _stores_minus_one(quantization: Quantization) -> bool:
+    """Return whether zero points are one more than stored. AutoRound's older versions call the packing a backend."""
+    fields = quantization.fields
+    if quantization.method != "auto-round":
+        return "gptq_v2" not in (str(fields.get(key)).lower() for key in _VERSION)
+    packing = str(fields.get("packing_format") or fields.get("backend"))
+    return not packing.startswith("auto_round") or "gptq" in packing.replace("gptqmodel", "")

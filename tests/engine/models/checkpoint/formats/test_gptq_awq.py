@@ -67,6 +67,7 @@ def gptq_config(bits: int, **fields: Any) -> dict[str, Any]:
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}
 AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": GROUP, "sym": False}
+FIRST_AUTO_ROUND = AUTO_ROUND | {"quant_method": "intel/auto-round"}
 EXTRA = {"extra_config": {"model.layers.0.mlp.up_proj": {"bits": 8}, "lm_head": {"bits": 16}}}
 
 # Bits of GPTQ's codes (0: AWQ), options, config
@@ -80,6 +81,9 @@ KINDS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "gptq 8 bits": (8, "no g_idx", gptq_config(8)),
     "awq": (0, "", AWQ),
     "auto-round as gptq": (4, "no g_idx", AUTO_ROUND | EXTRA | {"packing_format": "auto_round:auto_gptq"}),
+    "auto-round's own": (4, "no g_idx, v2", AUTO_ROUND | {"packing_format": "auto_round:exllamav2"}),
+    "auto-round's first": (4, "v2", FIRST_AUTO_ROUND | {"backend": "auto_round:exllamav2"}),
+    "auto-round as gptq, first": (4, "", FIRST_AUTO_ROUND | {"backend": "auto_round:gptq:exllamav2"}),
     "auto-round as awq": (0, "", AUTO_ROUND | {"packing_format": "auto_round:auto_awq"}),
 }
 
