@@ -4,6 +4,7 @@
 
     X.weight_scale_inv   [ceil(out / 128), ceil(in / 128)], or a scalar with Mistral's models; it multiplies
     X.weight_scale       a scalar, [out], [out, 1] or blocks (compressed-tensors, ModelOpt, FBGEMM)
+                         [blocks of rows, 1, blocks of columns, 1] (ModelOpt's FP8_PB_WO)
                          U8 exponents [out, in / 32] (MXFP8)
     X.scale              E8M0 blocks of DeepSeek's newest models
 
@@ -53,6 +54,7 @@ def fp8_weights(module: ModuleTensors) -> Iterator[PackedWeight]:
     for name, codes in list(module.tensors.items()):
         scale = module.find(f"{name}_scale_inv", f"{name}_scale", *(["scale"] if name == "weight" else []))
         if codes.dtype in _CODES and len(codes.shape) >= 2 and scale is not None:
+            _squeeze_blocks(module, scale, len(codes.shape))
             block = _block(module, scale, codes.shape)
             yield Fp8Weight(
                 name=module.full_name(name),
@@ -61,6 +63,13 @@ def fp8_weights(module: ModuleTensors) -> Iterator[PackedWeight]:
                 read_by_rows=frozenset({"weight"}),
                 block=block,
             )
+
+
+def _squeeze_blocks(module: ModuleTensors, name: str, dimensions: int) -> None:
+    """Remove the dimensions of 1 that ModelOpt keeps after the number of block rows and that of block columns."""
+    scale = module.tensors[name]
+    if len(scale.shape) == dimensions + 2 and scale.shape[-1] == scale.shape[-3] == 1:
+        module.tensors[name] = scale._replace(shape=(*scale.shape[:-3], scale.shape[-2]))
 
 
 def _block(module: ModuleTensors, name: str, shape: tuple[int, ...]) -> tuple[int, int]:

@@ -94,6 +94,12 @@ def fp8_modelopt(name: str, weight: torch.Tensor) -> Encoded:
     return Encoded(tensors, values)
 
 
+def fp8_modelopt_blocks(_: str, weight: torch.Tensor) -> Encoded:
+    scales = block_maxima(weight, (128, 128))
+    codes, values = encode(weight, scales, (128, 128))
+    return Encoded({"weight": codes, "weight_scale": scales[:, None, :, None]}, values)
+
+
 def exponents(scales: torch.Tensor) -> torch.Tensor:
     return (scales.log2().ceil() + 127).to(torch.uint8)
 
@@ -134,6 +140,7 @@ KINDS: dict[str, Kind] = {
     "tensor": (fp8_tensor, {"compression_config": compressed()["quantization_config"]}, {}),
     "modelopt": (fp8_modelopt, {}, {"hf_quant_config.json": {"quantization": MODELOPT}}),
     "modelopt in config.json": (fp8_modelopt, MODELOPT_IN_CONFIG, {"hf_quant_config.json": {"quantization": MODELOPT}}),
+    "modelopt blocks": (fp8_modelopt_blocks, {"quantization_config": MODELOPT | {"quant_algo": "FP8_PB_WO"}}, {}),
     "deepseek": (fp8_deepseek, fp8(scale_fmt="ue8m0"), {}),
     "mxfp8": (mxfp8, compressed(strategy="group", group_size=32), {}),
 }
@@ -144,7 +151,7 @@ def save(kind: str, path: Path, family: str = "qwen3", **options: Any) -> Quanti
     return save_quantised(tiny_model(family, **options), path, encoder, config, files=files)
 
 
-IN_MAKE_TEST = ("block", "mistral", "channel", "modelopt", "mxfp8")
+IN_MAKE_TEST = ("block", "mistral", "channel", "modelopt", "modelopt blocks", "mxfp8")
 
 
 @pytest.mark.parametrize(
