@@ -12,6 +12,7 @@ from typing import Any
 
 from engine.errors import ModelLoadError, shown
 from engine.models.gguf.file import GgufFile, open_gguf
+from engine.models.gguf.stop_tokens import TURN_ENDS
 from engine.text.gguf_words import BEGIN_WITH_BOS, IGNORE_MERGES, WITH_NFC, WORDS
 
 __all__ = ["gguf_tokenizer"]
@@ -58,7 +59,11 @@ class _Vocabulary:
         self.tokens: list[str] = self._list("tokens", str)
         if not self.tokens:
             raise self.error("it has no tokens")
-        self.types: list[int] = self._list("token_type", int, len(self.tokens)) or [_NORMAL] * len(self.tokens)
+        types: list[int] = self._list("token_type", int, len(self.tokens)) or [_NORMAL] * len(self.tokens)
+        self.types = [
+            _CONTROL if kind in (_NORMAL, _USER_DEFINED) and token in TURN_ENDS else kind
+            for token, kind in zip(self.tokens, types, strict=True)
+        ]
         ids = {name: self._id(key) for name, key in _NAMED.items()}
         self.named_tokens = {name: self.tokens[token_id] for name, token_id in ids.items() if token_id is not None}
 

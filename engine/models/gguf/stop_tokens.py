@@ -9,7 +9,7 @@ from __future__ import annotations
 from engine.errors import ModelLoadError, shown
 from engine.models.gguf.file import GgufFile
 
-__all__ = ["TOKENS", "TOKEN_TYPES", "is_control", "stop_token_ids"]
+__all__ = ["TOKENS", "TOKEN_TYPES", "TURN_ENDS", "is_control", "stop_token_ids"]
 
 TOKENS, TOKEN_TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
 _CONTROL = 3
@@ -32,6 +32,8 @@ _TEXTS = frozenset(
         "</s>",
     }
 )
+_ORDINARY = {"<EOT>", "[EOT]", "[EOS]", "<eos>", "</s>"}  # part of a text in some vocabularies: </s> is HTML's, too
+TURN_ENDS = _TEXTS - _ORDINARY  # control tokens, whatever the file says
 _HARMONY = {"<|return|>", "<|call|>"}  # where these end an answer, <|end|> only ends one of its messages
 
 
@@ -61,7 +63,7 @@ def stop_token_ids(gguf: GgufFile) -> list[int]:
     by_text = {text: token_id for token_id, text in enumerate(tokens or ()) if text in _TEXTS}
     if by_text.keys() >= _HARMONY:
         by_text.pop("<|end|>", None)
-    ids += [token_id for token_id in by_text.values() if is_control(gguf, token_id)]
+    ids += [token_id for text, token_id in by_text.items() if text in TURN_ENDS or is_control(gguf, token_id)]
     return list(dict.fromkeys(ids))
 
 

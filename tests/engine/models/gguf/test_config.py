@@ -21,6 +21,7 @@ from engine.models.config.transformers_config import TransformersConfig
 from engine.models.decoder.rope import rope_tables
 from engine.models.gguf.config import gguf_config
 from engine.models.gguf.file import open_gguf
+from engine.text.tokenizer import Tokenizer
 from tests.engine.models.gguf.conftest import Converted
 from tests.engine.models.gguf.converted import ARCHITECTURES
 from tests.engine.models.gguf.metadata import write_metadata
@@ -61,7 +62,7 @@ def test_float16_is_kept_where_the_hidden_states_fit_it(tmp_path: Path, architec
 
 
 def test_stop_tokens_and_sampling_defaults(tmp_path: Path) -> None:
-    tokens = ["<pad>", "<eos>", "<bos>", "a", "<end_of_turn>", "<|end|>"]
+    tokens = ["<pad>", "<eos>", "<bos>", "a", "<end_of_turn>", "</s>"]
     types = [3, 3, 3, 1, 3, 1]  # the last is a text like any other
 
     def add(writer: Any) -> None:
@@ -75,6 +76,23 @@ def test_stop_tokens_and_sampling_defaults(tmp_path: Path) -> None:
     defaults = GenerationDefaults.load(path, load_hf_config(path), with_tokenizer=True)
     assert defaults.eos_token_ids == (1, 4)
     assert defaults.sampling == {"temperature": 0.5, "top_k": 20}
+
+
+@pytest.mark.parametrize("kind", [1, 4])  # normal, user-defined: as in published files of Gemma
+def test_a_turn_ends_although_its_token_is_not_marked(tmp_path: Path, kind: int) -> None:
+    def add(writer: Any) -> None:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(["<eos>", "</s>", "<end_of_turn>", "a"])
+        writer.add_token_types([3, 1, kind, 1])
+        writer.add_token_scores([0.0] * 4)
+        writer.add_eos_token_id(0)
+        writer.add_add_space_prefix(False)
+
+    write_metadata(path := tmp_path / "a.gguf", "gemma3", add=add)
+    assert load_hf_config(path).eos_token_id == [0, 2]
+    tokenizer = Tokenizer(path)
+    assert 2 in tokenizer.special_ids
+    assert tokenizer.encode("a<end_of_turn>a", add_special_tokens=False) == [3, 2, 3]
 
 
 def test_the_end_of_a_harmony_message_is_no_stop_token(tmp_path: Path) -> None:
