@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError, ModelLoadError, shown
-from engine.models.config.architectures import ALIASES, PROVEN, REFUSED, REFUSED_TEXT_PARTS, require_proven
+from engine.models.config.architectures import ALIASES, PROVEN, require_proven
 from engine.models.config.families import ARCHITECTURES
 from engine.models.config.json_file import read_json
 from engine.models.config.limits import require_plausible
 from engine.models.config.other_forms import what_to_give
 from engine.models.config.quantization import read_quantization, without_quantization
+from engine.models.config.refused import REFUSED, REFUSED_TEXT_PARTS
 from engine.models.config.text_parts import MULTIMODAL, text_fields
 from engine.models.gguf.config import gguf_config
 from engine.models.gguf.file import is_gguf, open_gguf

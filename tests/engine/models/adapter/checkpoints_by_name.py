@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from engine.models.config.architectures import ALIASES, PROVEN, REFUSED, REFUSED_TEXT_PARTS, TENSOR_PARALLEL
+from engine.models.config.architectures import ALIASES, PROVEN, TENSOR_PARALLEL
 from engine.models.config.families import ARCHITECTURES
+from engine.models.config.refused import REFUSED, REFUSED_TEXT_PARTS
 from engine.models.config.text_parts import TEXT_ARCHITECTURES
 from tests.engine.models.config.test_refused_checkpoints import PUBLISHED as REFUSED_CHECKPOINTS
 from tests.engine.models.multimodal.tiny_checkpoints import TINY

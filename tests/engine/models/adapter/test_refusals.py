@@ -25,10 +25,11 @@ from engine.models.adapter.decoder import TransformersDecoder
 from engine.models.adapter.loader import load_transformers_decoder
 from engine.models.config import architectures as architectures_module
 from engine.models.config import transformers_config as config_module
-from engine.models.config.architectures import PROVEN, REFUSED, UNKNOWN, require_proven
+from engine.models.config.architectures import PROVEN, require_proven
 from engine.models.config.families import ARCHITECTURES
 from engine.models.config.implementation import read_shape
 from engine.models.config.model_config import ModelConfig, load_hf_config
+from engine.models.config.refused import REFUSED, UNKNOWN
 from engine.models.config.text_parts import MULTIMODAL
 from engine.models.config.transformers_config import TransformersConfig
 from engine.models.tensor_parallel import TensorParallel

@@ -1,0 +1,221 @@
+"""Architectures that are refused, and why: what an engine would compute wrongly, or cannot compute."""
+
+from __future__ import annotations
+
+__all__ = ["CONDITIONAL", "NOT_TEXT_ONLY", "REFUSED", "REFUSED_TEXT_PARTS", "UNKNOWN", "reason_of"]
+
+_RECURRENT = "its recurrent layers keep a state that is not in the KV cache"
+_CONVOLUTIONAL = "its convolutional layers keep a state that is not in the KV cache"
+_LATENT = "its latent attention (MLA) has keys and values of different sizes, which the KV cache does not hold"
+_INDEXED = "its sparse attention chooses keys by an index of its own, which the KV cache does not hold"
+_SHARED_KV = "its layers share keys and values, and differ in the size of their heads"
+_CHUNKED = "its chunked attention is not computed by the attention backends"
+_ENCODER = "it is an encoder, or needs one"
+_OWN_ATTENTION = "its modules do not use transformers' attention interface"
+_ALIBI = "it has ALiBi instead of positions, and its modules do not use transformers' attention interface"
+_MULTIMODAL = "it also takes images or sound, and no test has compared its text part with transformers"
+_NO_CLASS = "transformers has no class of this name, and code of a checkpoint's own is never run"
+_OWN_MASK = "its attention masks are its own, neither causal nor a sliding window"
+
+_BY_REASON: dict[str, tuple[str, ...]] = {
+    _RECURRENT: (
+        "BailingHybridForCausalLM",
+        "BambaForCausalLM",
+        "FalconH1ForCausalLM",
+        "FalconMambaForCausalLM",
+        "GraniteMoeHybridForCausalLM",
+        "JambaForCausalLM",
+        "KimiLinearForCausalLM",
+        "LaraMiniForCausalLM",
+        "Mamba2ForCausalLM",
+        "MambaForCausalLM",
+        "MiniMaxForCausalLM",
+        "NemotronHForCausalLM",
+        "OlmoHybridForCausalLM",
+        "Qwen3NextForCausalLM",
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5MoeForCausalLM",
+        "RecurrentGemmaForCausalLM",
+        "RwkvForCausalLM",
+        "Zamba2ForCausalLM",
+        "ZambaForCausalLM",
+        "xLSTMForCausalLM",
+    ),
+    _CONVOLUTIONAL: (
+        "Inkling2ForCausalLM",
+        "Inkling2LoopForCausalLM",
+        "InklingForCausalLM",
+        "Lfm2ForCausalLM",
+        "Lfm2MoeForCausalLM",
+        "Lfm3ForCausalLM",
+        "ZayaForCausalLM",
+    ),
+    _LATENT: (
+        "AXK1ForCausalLM",
+        "DeepseekV2ForCausalLM",
+        "DeepseekV3ForCausalLM",
+        "Glm4MoeLiteForCausalLM",
+        "LongcatFlashForCausalLM",
+        "MiniCPM3ForCausalLM",
+        "Mistral4ForCausalLM",
+        "YoutuForCausalLM",
+    ),
+    _INDEXED: (
+        "AXK2ForCausalLM",
+        "DeepseekV32ForCausalLM",
+        "DeepseekV4ForCausalLM",
+        "Dots3NoteForCausalLM",
+        "GlmMoeDsaForCausalLM",
+        "HYV4ForCausalLM",
+        "MiniMaxM3ForCausalLM",
+        "MiniMaxM3SparseForCausalLM",
+        "MiniMaxM3VLForCausalLM",
+        "Qwen4ExpForCausalLM",
+    ),
+    "it drafts tokens for another model": ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"),
+    "it generates blocks of tokens by diffusion": ("DiffusionGemmaForBlockDiffusion",),
+    "its tokens are bytes, which an encoder of its own joins to patches": ("BltForCausalLM",),
+    "it may give logits for fewer tokens than it reads": ("Apertus1p5TextForCausalLM",),
+    "each of its layers runs several times a token, with keys and values of its own each time": ("DoryForCausalLM",),
+    _SHARED_KV: ("Gemma3nForCausalLM", "Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM"),
+    _CHUNKED: ("Llama4ForCausalLM",),
+    _ENCODER: (
+        "BartForCausalLM",
+        "BertGenerationDecoder",
+        "BertLMHeadModel",
+        "BigBirdForCausalLM",
+        "BigBirdPegasusForCausalLM",
+        "BlenderbotForCausalLM",
+        "BlenderbotSmallForCausalLM",
+        "CamembertForCausalLM",
+        "Data2VecTextForCausalLM",
+        "ElectraForCausalLM",
+        "EncoderDecoderModel",
+        "ErnieForCausalLM",
+        "MBartForCausalLM",
+        "MarianForCausalLM",
+        "MarianMTModel",
+        "MegatronBertForCausalLM",
+        "MvpForCausalLM",
+        "PLBartForCausalLM",
+        "PegasusForCausalLM",
+        "ProphetNetForCausalLM",
+        "RemBertForCausalLM",
+        "RoCBertForCausalLM",
+        "RoFormerForCausalLM",
+        "RobertaForCausalLM",
+        "RobertaPreLayerNormForCausalLM",
+        "SeamlessM4TForTextToText",
+        "SeamlessM4Tv2ForTextToText",
+        "T5ForConditionalGeneration",
+        "TrOCRForCausalLM",
+        "VisionEncoderDecoderModel",
+        "WhisperForCausalLM",
+        "WhisperForConditionalGeneration",
+        "XLMRobertaForCausalLM",
+        "XLMRobertaXLForCausalLM",
+        "XLMWithLMHeadModel",
+        "XmodForCausalLM",
+    ),
+    _ALIBI: ("BloomForCausalLM", "MptForCausalLM"),
+    _OWN_ATTENTION: (
+        "CodeGenForCausalLM",
+        "CpmAntForCausalLM",
+        "FalconForCausalLM",
+        "GPTJForCausalLM",
+        "GPTNeoForCausalLM",
+        "GPTNeoXJapaneseForCausalLM",
+        "OpenAIGPTLMHeadModel",
+        "ReformerModelWithLMHead",
+        "XGLMForCausalLM",
+        "XLNetLMHeadModel",
+    ),
+    _OWN_MASK: ("DogeForCausalLM",),
+    "its keys and values have heads of different sizes, which the KV cache does not hold": ("MiMoV2FlashForCausalLM",),
+    _NO_CLASS: (
+        "BaichuanForCausalLM",
+        "ChatGLMForConditionalGeneration",
+        "ChatGLMModel",
+        "DeciLMForCausalLM",
+        "DeepseekVLV2ForCausalLM",
+        "Grok1ForCausalLM",
+        "InternLM2ForCausalLM",
+        "InternLM3ForCausalLM",
+        "InternVLChatModel",
+        "LlavaLlamaForCausalLM",
+        "LlavaMistralForCausalLM",
+        "LlavaQwenForCausalLM",
+        "MiMoForCausalLM",
+        "MiniCPMForCausalLM",
+        "MiniCPMO",
+        "MiniCPMV",
+        "MolmoForCausalLM",
+        "Ovis",
+        "Phi3SmallForCausalLM",
+        "Phi3VForCausalLM",
+        "Phi4MMForCausalLM",
+        "QWenLMHeadModel",
+        "Step3VLForConditionalGeneration",
+    ),
+    "its layers differ in the number of their attention heads": (
+        "Step3p5ForCausalLM",
+        "Step3p7FlashForCausalLM",
+        "Step3p7ForConditionalGeneration",
+    ),
+    _MULTIMODAL: (
+        "CohereCompassForCausalLM",
+        "Emu3ForCausalLM",
+        "EvollaForProteinText2Text",
+        "FuyuForCausalLM",
+        "GitForCausalLM",
+        "IdeficsForVisionText2Text",
+        "MllamaForCausalLM",
+        "MllamaForConditionalGeneration",
+        "MoshiForCausalLM",
+        "MusicgenForCausalLM",
+        "MusicgenMelodyForCausalLM",
+        "Phi4MultimodalForCausalLM",
+    ),
+}
+
+REFUSED: dict[str, str] = {name: reason for reason, names in _BY_REASON.items() for name in names}
+
+# Multimodal architectures whose text part is an architecture that is refused.
+REFUSED_TEXT_PARTS = {
+    "Apertus1p5ForConditionalGeneration": "Apertus1p5TextForCausalLM",
+    "Dots3NoteForConditionalGeneration": "Dots3NoteForCausalLM",
+    "Gemma3nForConditionalGeneration": "Gemma3nForCausalLM",
+    "Gemma4ForConditionalGeneration": "Gemma4ForCausalLM",
+    "Gemma4UnifiedForConditionalGeneration": "Gemma4UnifiedForCausalLM",
+    "HYV4VLForConditionalGeneration": "HYV4ForCausalLM",
+    "Inkling2ForConditionalGeneration": "Inkling2ForCausalLM",
+    "Inkling2LoopForConditionalGeneration": "Inkling2LoopForCausalLM",
+    "InklingForConditionalGeneration": "InklingForCausalLM",
+    "KimiK25ForConditionalGeneration": "DeepseekV3ForCausalLM",
+    "KimiK3ForConditionalGeneration": "KimiLinearForCausalLM",
+    "KimiVLForConditionalGeneration": "DeepseekV3ForCausalLM",
+    "Kimi_K25ForConditionalGeneration": "DeepseekV3ForCausalLM",
+    "Lfm2VlForConditionalGeneration": "Lfm2ForCausalLM",
+    "Lfm3VlForConditionalGeneration": "Lfm3ForCausalLM",
+    "Llama4ForConditionalGeneration": "Llama4ForCausalLM",
+    "MiniCPMOcrForConditionalGeneration": "Qwen3_5ForCausalLM",
+    "MiniCPMV4_6ForConditionalGeneration": "Qwen3_5ForCausalLM",
+    "MiniCPMV4_7ForConditionalGeneration": "Qwen3_5ForCausalLM",
+    "MiniMaxM3SparseForConditionalGeneration": "MiniMaxM3VLForCausalLM",
+    "NemotronH_Omni_Reasoning_V3": "NemotronHForCausalLM",
+    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
+    "Qwen4ExpForConditionalGeneration": "Qwen4ExpForCausalLM",
+}
+
+CONDITIONAL = "ForConditionalGeneration"  # how the names of encoder-decoders and of models of images or sound end
+NOT_TEXT_ONLY = "it is an encoder-decoder, or takes images or sound and no test has compared its text part"
+UNKNOWN = "no test has compared it with transformers"
+
+
+def reason_of(name: str) -> str:
+    """Return why an architecture is not served."""
+    if name in REFUSED_TEXT_PARTS:
+        part = REFUSED_TEXT_PARTS[name]
+        return f"its text part, {part}, is not: {REFUSED[part]}"
+    return REFUSED.get(name, NOT_TEXT_ONLY if name.endswith(CONDITIONAL) else UNKNOWN)
