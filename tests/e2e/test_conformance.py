@@ -68,21 +68,21 @@ def run(library: str, server: Server, results: Path) -> dict[str, str]:
         timeout=1500,
     )
     assert results.exists(), f"{done.stdout[-4000:]}\n{done.stderr[-2000:]}"
-    found: dict[str, Any] = json.loads(results.read_text(encoding="utf-8"))
-    return found
+    document: dict[str, Any] = json.loads(results.read_text(encoding="utf-8"))
+    return document
 
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("library", FILES)
 def test_generated_tests(library: str, server: Server, tmp_path: Path) -> None:
-    found = run(library, server, tmp_path / "results.json")
-    failed = {test: message for test, message in found.items() if message not in ("passed", "skipped")}
+    report = run(library, server, tmp_path / "results.json")
+    failed = {test: message for test, message in report.items() if message not in ("passed", "skipped")}
     unknown = dict(failed)
     for exception in EXCEPTIONS[library]:
-        listed = [test for test in found if re.search(exception["tests"], test)]
+        listed = [test for test in report if re.search(exception["tests"], test)]
         assert listed, f"no test is named {exception['tests']}"
         for test in listed:
-            assert exception["says"] in found[test], f"{test} is listed as an exception"
+            assert exception["says"] in report[test], f"{test} is listed as an exception"
             unknown.pop(test, None)
     assert not unknown
-    assert list(found.values()).count("passed") >= len(failed)
+    assert list(report.values()).count("passed") >= len(failed)

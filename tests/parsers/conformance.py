@@ -180,10 +180,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.error(f"unknown format {', '.join(sorted(unknown))}; choose from {', '.join(WRITERS)}")
     num_failed = 0
     for format in given.formats or WRITERS:
-        found = list(failures(format, given.parser))
-        num_failed += bool(found)
-        print(f"{format:20} {'ok' if not found else f'{len(found)} failures'}")
-        for failure in found[:3]:
+        problems = list(failures(format, given.parser))
+        num_failed += bool(problems)
+        print(f"{format:20} {'ok' if not problems else f'{len(problems)} failures'}")
+        for failure in problems[:3]:
             print(f"    {failure}")
     return int(num_failed > 0)
 

@@ -80,7 +80,7 @@ def _tags(
             call.format(name=name) + "".join(parameter(key, value) for key, value in arguments.items()) + call_end
             for name, arguments in calls
         ]
-        return "\n".join(f"{begin}{one}{end}" for one in written) if is_repeated else begin + "\n".join(written) + end
+        return "\n".join(f"{begin}{call}{end}" for call in written) if is_repeated else begin + "\n".join(written) + end
 
     return write
 

@@ -54,17 +54,19 @@ def chat(client: TestClient, stream: bool) -> list[Turn]:
     messages: list[Any] = [{"role": "user", "content": "Edit it."}]
     taken: list[Turn] = []
     while not taken or taken[-1][2]:
-        made = api.chat.completions.create(model="tiny", messages=messages, tools=tools, max_tokens=900, stream=stream)
+        completion = api.chat.completions.create(
+            model="tiny", messages=messages, tools=tools, max_tokens=900, stream=stream
+        )
         if stream:
-            message, _ = joined([chunk.model_dump(exclude_unset=True) for chunk in made])  # type: ignore[union-attr]
+            message, _ = joined([chunk.model_dump(exclude_unset=True) for chunk in completion])  # type: ignore[union-attr]
         else:
-            message = made.choices[0].message.model_dump(exclude_none=True)  # type: ignore[union-attr]
+            message = completion.choices[0].message.model_dump(exclude_none=True)  # type: ignore[union-attr]
         listed = message.get("tool_calls", [])
-        calls = [(one["function"]["name"], json.loads(one["function"]["arguments"])) for one in listed]
+        calls = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in listed]
         taken.append((message.get("reasoning", ""), message.get("content") or "", calls))
         messages.append({key: value for key, value in message.items() if key != "refusal"})
-        for one, text in zip(listed, results(calls), strict=True):
-            messages.append({"role": "tool", "tool_call_id": one["id"], "content": f"{text} {one['id']}"})
+        for call, text in zip(listed, results(calls), strict=True):
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": f"{text} {call['id']}"})
     return taken
 
 
@@ -75,14 +77,16 @@ def responses(client: TestClient, stream: bool) -> list[Turn]:
     items: list[Any] = [{"role": "user", "content": "Edit it."}]
     taken: list[Turn] = []
     while not taken or taken[-1][2]:
-        made: Any = api.responses.create(model="tiny", input=items, tools=tools, max_output_tokens=900, stream=stream)
+        response: Any = api.responses.create(
+            model="tiny", input=items, tools=tools, max_output_tokens=900, stream=stream
+        )
         if stream:
-            made = next(event for event in made if event.type == "response.completed").response
-        listed = [item for item in made.output if item.type == "function_call"]
+            response = next(event for event in response if event.type == "response.completed").response
+        listed = [item for item in response.output if item.type == "function_call"]
         calls = [(item.name, json.loads(item.arguments)) for item in listed]
-        thought = "".join(part.text for item in made.output if item.type == "reasoning" for part in item.content)
-        taken.append((thought, made.output_text, calls))
-        items += [item.model_dump(exclude_none=True) for item in made.output]
+        thought = "".join(part.text for item in response.output if item.type == "reasoning" for part in item.content)
+        taken.append((thought, response.output_text, calls))
+        items += [item.model_dump(exclude_none=True) for item in response.output]
         for item, text in zip(listed, results(calls), strict=True):
             result = f"{text} {item.call_id}"
             items.append({"type": "function_call_output", "call_id": item.call_id, "output": result})
@@ -111,8 +115,8 @@ def messages(client: TestClient, stream: bool) -> list[Turn]:
         taken.append((texts["thinking"], texts["text"], calls))
         ids = [block.id for block in content if block.type == "tool_use"]
         answers = [
-            {"type": "tool_result", "tool_use_id": one, "content": f"{text} {one}"}
-            for one, text in zip(ids, results(calls), strict=True)
+            {"type": "tool_result", "tool_use_id": call_id, "content": f"{text} {call_id}"}
+            for call_id, text in zip(ids, results(calls), strict=True)
         ]
         conversation += [{"role": "assistant", "content": content}, {"role": "user", "content": answers}]
     return taken
@@ -226,8 +230,10 @@ def test_three_turns(
     last = tokenizer.decode(engines.calls[-1][0].prompt_token_ids, skip_special_tokens=False)
     for name, arguments in (EDIT, EDIT, PING):
         assert f"<call>{name}{json.dumps(arguments, ensure_ascii=False)}" in last
-    found = last.split("result of ")[1:]
-    assert len(found) == 3
-    for text in found:  # the template writes a result, which ends with its call's id, and the id that came with it
+    results_seen = last.split("result of ")[1:]
+    assert len(results_seen) == 3
+    for (
+        text
+    ) in results_seen:  # a result ends with its call's id, after which the template writes the id that came with it
         ids = text.split("<|im_end|>")[0].split(" ")[1]
         assert ids[: len(ids) // 2] == ids[len(ids) // 2 :]

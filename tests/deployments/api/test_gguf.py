@@ -47,9 +47,9 @@ def llm(served: Served) -> LLM:
 @pytest.fixture
 def engines(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> RealEngines:
     """The engine of ``llm``."""
-    made = RealEngines(llm.engine)
-    monkeypatch.setattr("deployments.ingress.Dispatcher", lambda *_, **__: made)
-    return made
+    engines = RealEngines(llm.engine)
+    monkeypatch.setattr("deployments.ingress.Dispatcher", lambda *_, **__: engines)
+    return engines
 
 
 @pytest.fixture

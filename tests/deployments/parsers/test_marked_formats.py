@@ -111,10 +111,10 @@ def test_a_tag_inside_a_value_does_not_end_it() -> None:
 
 
 def test_json_calls_of_different_shapes() -> None:
-    one = '{"name": "f", "arguments": {"a": 1}}'
-    for answer in (f"<|tool_call|>[{one}]", f"<tool_call>[{one}]"):
+    call = '{"name": "f", "arguments": {"a": 1}}'
+    for answer in (f"<|tool_call|>[{call}]", f"<tool_call>[{call}]"):
         assert parse(parser("granite"), answer) == F
-    for answer in (f"functools[{one}]", f"<|tool_call|>{one}<|/tool_call|>"):
+    for answer in (f"functools[{call}]", f"<|tool_call|>{call}<|/tool_call|>"):
         assert parse(parser("phi4_mini_json"), answer) == F
     assert parse(parser("phi4_mini_json"), "import functools\n") == text("import functools\n")
     assert parse(parser("apertus"), '<|tools_prefix|>[{"f": 1}]<|tools_suffix|>') == text(

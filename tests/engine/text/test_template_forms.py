@@ -59,7 +59,7 @@ CALLS = {"role": "assistant", "content": "c", "tool_calls": [call("1", "f"), cal
 def outline(messages: Sequence[dict[str, Any]]) -> list[str]:
     """Return the called names, or the role and the content, of each message."""
     return [
-        "+".join(one["function"]["name"] for one in message["tool_calls"])
+        "+".join(call["function"]["name"] for call in message["tool_calls"])
         if "tool_calls" in message
         else f"{message['role']}:{message['content']}"
         for message in messages

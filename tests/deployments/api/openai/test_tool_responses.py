@@ -211,8 +211,8 @@ def test_kimi_ids_are_those_that_the_model_writes(
     body = BODY | {"messages": [USER, {"role": "assistant", "tool_calls": calls}, result]}
     answers('{"a": 1}')
     forced = api.post("/v1/chat/completions", json=body | {"tool_choice": NAMED})
-    (made,) = forced.json()["choices"][0]["message"]["tool_calls"]
-    assert made["id"] == "functions.f:1"
+    (forced_call,) = forced.json()["choices"][0]["message"]["tool_calls"]
+    assert forced_call["id"] == "functions.f:1"
     assert "functions.f:0<|im_end|>" in tokenizer.decode(
         engines.calls[-1][0].prompt_token_ids, skip_special_tokens=False
     )

@@ -56,8 +56,8 @@ def test_every_weight_is_the_decoded_one(converted: Converted, name: str) -> Non
 
 def test_the_files_have_every_type(converted: Converted) -> None:
     files = [open_gguf(converted(name)[1]) for name in ARCHITECTURES]
-    found = {tensor.type.name for file in files for tensor in file.tensors.values()}
-    assert found == {kind.name for kind in GGUF_TYPES.values()}
+    types = {tensor.type.name for file in files for tensor in file.tensors.values()}
+    assert types == {kind.name for kind in GGUF_TYPES.values()}
 
 
 CHANGES: dict[str, tuple[str, Callable[[GgufWeight], GgufWeight]]] = {

@@ -38,7 +38,7 @@ def test_every_text_part_that_is_served_is_compared() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_greedy_tokens_equal_those_of_the_multimodal_class(published: Published, expected: Expected, name: str) -> None:
-    assert len({tuple(one) for (one,) in expected(name)}) > 1, "the oracle's answers are too much alike"
+    assert len({tuple(answer) for (answer,) in expected(name)}) > 1, "the oracle's answers are too much alike"
     for model_impl in ("auto", "transformers"):
         activity = check(str(published(name).path), SETTING, expected(name), model_impl=model_impl)
         assert activity.num_recomputed

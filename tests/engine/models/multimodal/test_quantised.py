@@ -23,7 +23,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
 def in_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return codes, scales and values of stacked matrices."""
     parts = [(*encode(matrix, scales := block_maxima(matrix, BLOCK), BLOCK), scales) for matrix in weight]
-    codes, values, scales = (torch.stack(list(one)) for one in zip(*parts, strict=True))
+    codes, values, scales = (torch.stack(list(part)) for part in zip(*parts, strict=True))
     return codes, scales, values
 
 

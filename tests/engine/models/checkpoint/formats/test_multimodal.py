@@ -27,10 +27,10 @@ def stacked(name: str, weight: torch.Tensor) -> Encoded:
     members = [fp8_block(name, expert) for expert in weight]
     matrix = name.rpartition(".")[2]
     codes, scales = (
-        torch.stack([one.tensors[end].view(torch.uint8) for one in members]).view(members[0].tensors[end].dtype)
+        torch.stack([member.tensors[end].view(torch.uint8) for member in members]).view(members[0].tensors[end].dtype)
         for end in ("weight", "weight_scale_inv")
     )
-    return Encoded({matrix: codes, f"{matrix}_scale_inv": scales}, torch.stack([one.values for one in members]))
+    return Encoded({matrix: codes, f"{matrix}_scale_inv": scales}, torch.stack([member.values for member in members]))
 
 
 def quantise(path: Path, encode: Encode, config: dict[str, Any], *, in_text: bool) -> tuple[Path, int]:

@@ -79,10 +79,10 @@ def test_the_other_version_of_a_format_is_found(
     save: Save, kind: str, weight: Any, attribute: str, value: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quantised = save(kind, tmp_path, num_hidden_layers=1)
-    made = weight.__init__
+    initialise = weight.__init__
 
     def other(self: object, **fields: Any) -> None:
-        made(self, **fields | {attribute: value})
+        initialise(self, **fields | {attribute: value})
 
     monkeypatch.setattr(weight, "__init__", other)
     with pytest.raises(AssertionError):
