@@ -82,3 +82,9 @@ def test_compiled_kernels_have_a_directory_without_a_home(private: Path, monkeyp
     private.chmod(0o755)
     with pytest.raises(BuildError, match="no cache directory .* set PAGODA_CACHE_DIR"):
         cache_directory()
+
+
+def test_a_users_cache_directory_holds_compiled_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PAGODA_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_directory() == tmp_path / "pagoda"

@@ -89,6 +89,15 @@ def test_short_decodes_are_not_padded_to_a_long_one() -> None:
     assert sorted(group.slots.shape[0] for group in plan.decode_groups) == [3 * 32, 1000]
 
 
+def test_a_whole_prompt_within_the_window_is_a_plain_causal_triangle() -> None:
+    """Torch's operator skips what such a mask hides; other chunks are cut into tiles."""
+    batch = make_batch([(600, 600), (600, 601)], Shape(num_heads=1, num_kv_heads=1, head_dim=8))
+    for sliding_window, is_causal in ((None, True), (600, True), (599, False)):
+        whole, chunk = make_plan(batch.metadata, 16, sliding_window).prefills
+        assert (whole.is_causal, len(whole.tiles)) == (is_causal, 1 if is_causal else 3)
+        assert (chunk.is_causal, len(chunk.tiles)) == (False, 3)
+
+
 @pytest.mark.parametrize("use_c_kernel", [True, False])
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())

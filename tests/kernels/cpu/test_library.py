@@ -74,9 +74,21 @@ def test_other_sources_are_another_library(tmp_path: Path, monkeypatch: pytest.M
     (sources / "one.c").write_text("int one(void) { return 1; }\n")
     monkeypatch.setattr(building, "SOURCES", sources)
     monkeypatch.setenv("PAGODA_CACHE_DIR", str(tmp_path / "cache"))
-    first = build()
+    built = {build()}
     (sources / "one.c").write_text("int one(void) { return 2; }\n")
-    assert build() != first
+    built.add(build())
+    (sources / "one.h").write_text("#define ONE 1\n")
+    built.add(build())
+    assert len(built) == 3
+
+
+def test_without_a_compiler_the_error_lists_those_that_it_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(BuildError, match=r"looked for cc, gcc, clang\)"):
+        build()
 
 
 @pytest.mark.parametrize(
