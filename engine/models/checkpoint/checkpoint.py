@@ -107,11 +107,7 @@ class Checkpoint:
     @property
     def largest_file_bytes(self) -> int:
         """Size of the largest file."""
-        return max((tensor.stop for name in self._stored for tensor in self._tensors_of(name)), default=0)
-
-    def _tensors_of(self, name: str) -> Iterable[StoredTensor]:
-        stored = self._stored[name]
-        return stored.parts.values() if isinstance(stored, PackedWeight) else (stored,)
+        return max((tensor.stop for stored in self._stored.values() for tensor in _tensors_of(stored)), default=0)
 
     def log_dequantised(self, dtype: torch.dtype) -> None:
         """Log what weights in quantised formats take in the files, and in memory in ``dtype``, if there are any."""
@@ -257,12 +253,16 @@ class Checkpoint:
 
     def expect(self, names: Iterable[str]) -> None:
         """Set the order in which tensors will be read, so that the disk reads ahead."""
-        self._files.expect(tensor for name in names for tensor in self._tensors_of(name))
+        self._files.expect(tensor for name in names for tensor in _tensors_of(self._stored[name]))
 
     def reached(self, name: str) -> None:
         """Have the disk read the tensors that follow ``name``, which is read now."""
-        for tensor in self._tensors_of(name):
+        for tensor in _tensors_of(self._stored[name]):
             self._files.reached(tensor)
+
+
+def _tensors_of(stored: Entry) -> Iterable[StoredTensor]:
+    return stored.parts.values() if isinstance(stored, PackedWeight) else (stored,)
 
 
 def _missing(checkpoint: Checkpoint, name: str) -> ModelLoadError:
