@@ -18,6 +18,7 @@ import torch
 
 from engine.errors import ModelLoadError
 from engine.models.checkpoint.checkpoint import Checkpoint
+from engine.models.checkpoint.unneeded_bias import unneeded_biases
 
 __all__ = ["loading_in_order", "read_dtype", "require_fit"]
 
@@ -55,7 +56,8 @@ def require_fit(model: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> list[
     for name in order:
         checkpoint.require_floats(name)
     _refuse(checkpoint, dict.fromkeys(loading.missing_keys - ties.keys() - stored_as_tied, "is missing"))
-    _refuse(checkpoint, dict.fromkeys(loading.unexpected_keys, "is unexpected"))
+    unexpected = loading.unexpected_keys - unneeded_biases(checkpoint, loading.unexpected_keys)
+    _refuse(checkpoint, dict.fromkeys(unexpected, "is unexpected"))
     shapes = {name: (list(stored), list(needed)) for name, stored, needed in loading.mismatched_keys}
     _refuse(checkpoint, {name: f"has shape {pair[0]} instead of {pair[1]}" for name, pair in shapes.items()})
     _refuse(checkpoint, dict.fromkeys(loading.conversion_errors, "cannot be joined from the stored tensors"))

@@ -144,8 +144,9 @@ def _read(checkpoint: Checkpoint, names: list[str], hf_config: Any, model_class:
             attn_implementation=NAME,
             output_loading_info=True,
         )
-    # transformers fills what is missing or has another shape with random numbers; _check has refused such checkpoints.
-    assert not any(info[kind] for kind in ("mismatched_keys", "missing_keys", "unexpected_keys", "error_msgs")), info
+    # transformers fills what is missing or has another shape with random numbers; _check has refused such checkpoints,
+    # and those with unexpected tensors that are not zero.
+    assert not any(info[kind] for kind in ("mismatched_keys", "missing_keys", "error_msgs")), info
     for name, weight in model.named_parameters():
         if not is_finite(weight):
             # transformers may have renamed and joined the stored tensors, so any of them may be the cause.

@@ -24,6 +24,7 @@ from engine.models.checkpoint.own_memory import own_memory
 from engine.models.checkpoint.progress import with_progress
 from engine.models.checkpoint.read_ahead import read_ahead
 from engine.models.checkpoint.sharding import Shard, shard_of
+from engine.models.checkpoint.unneeded_bias import unneeded_biases
 from engine.models.checkpoint.weight_errors import weights_not_finite
 from engine.models.config.model_config import ModelConfig
 from engine.models.tensor_parallel import TensorParallel
@@ -187,6 +188,7 @@ def _require_match(checkpoint: Checkpoint, wanted: Iterable[_Parameter], config:
             unused.discard(name)
     if config.tie_word_embeddings:
         unused.discard(HEAD)  # a copy that some checkpoints keep
+    unused -= unneeded_biases(checkpoint, unused)
     if left := sorted(name for name in unused if not _DERIVED.search(name)):
         raise ModelLoadError(
             f"checkpoint '{checkpoint.path}' has {len(left)} tensors that a {config.architecture} does not, "

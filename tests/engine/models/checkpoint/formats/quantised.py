@@ -23,7 +23,7 @@ from tests.engine.checkpoints import build_model, save_checkpoint
 from tests.engine.models.adapter.greedy_answers import oracle
 from tests.engine.oracle import answers, make_llm, random_tokens, run
 
-__all__ = ["Encoded", "Quantised", "check_tokens", "check_values", "is_linear", "save_quantised", "tiny_model"]
+__all__ = ["FILE", "Encoded", "Quantised", "check_tokens", "check_values", "is_linear", "save_quantised", "tiny_model"]
 
 FILE = "model.safetensors"
 MAX_TOKENS = 6  # as the oracle's

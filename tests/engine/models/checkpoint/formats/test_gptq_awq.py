@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine.errors import ModelLoadError
 from engine.models.checkpoint.checkpoint import open_checkpoint
 from engine.models.checkpoint.sharding import Shard
 from tests.engine.models.checkpoint.formats.affine import pack_rows, quantise
 from tests.engine.models.checkpoint.formats.quantised import (
+    FILE,
     Encoded,
     Quantised,
     check_tokens,
@@ -107,6 +110,19 @@ def test_every_kind_gives_the_values_and_tokens(kind: str, tmp_path: Path) -> No
 
 def test_transformers_modules_get_the_same_values(tmp_path: Path) -> None:
     check_tokens(save("awq", tmp_path), model_impl="transformers")
+
+
+@pytest.mark.parametrize("model_impl", ["pagoda", "transformers"])
+def test_biases_of_zero_that_the_model_has_not_are_ignored(model_impl: str, tmp_path: Path) -> None:
+    quantised = save("gptq", tmp_path, num_hidden_layers=1)
+    file, name = quantised.path / FILE, "model.layers.0.mlp.up_proj.bias"
+    bias = torch.zeros(224, dtype=torch.float16)
+    save_file(load_file(file) | {name: bias}, file, {"format": "pt"})
+    check_tokens(quantised, model_impl=model_impl)
+    bias[-1] = 1
+    save_file(load_file(file) | {name: bias}, file, {"format": "pt"})
+    with pytest.raises(ModelLoadError, match=re.escape(name)):
+        check_tokens(quantised, model_impl=model_impl)
 
 
 @pytest.mark.parametrize("kind", ["gptq desc_act", "gptq 3 bits", "awq"])
