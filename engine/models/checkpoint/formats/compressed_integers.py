@@ -4,7 +4,8 @@ X.weight_packed      I32 [out, ceil(in * bits / 32)]: code + 2**(bits - 1), the 
 X.weight_shape       I64 [2]: out and in
 X.weight_scale       [out, ceil(in / group)], [out, 1] or [1]
 X.weight_zero_point  I32 [ceil(out * bits / 32), ceil(in / group)], packed along the outputs; absent if symmetric
-X.weight_g_idx       I32 [in]: the group of each input, where they are not neighbours ("actorder")
+X.weight_g_idx       I32 [in]: the group of each input, where they are not neighbours ("actorder"); all are -1 where
+                     none were calibrated, such as an expert that got no tokens
 
 X.weight             I8 [out, in], with X.weight_scale, and X.weight_zero_point I8 of its shape
 """
@@ -50,7 +51,7 @@ class CompressedIntegers(PackedWeight):
         if self.is_packed:
             codes, offset = unpack_floats(codes, self.bits, columns), 1 << self.bits - 1
         zeros = self._zero_points(parts, rows, offset)
-        if (group_of := parts.get("group index")) is None:
+        if (group_of := parts.get("group index")) is None or bool((group_of == -1).all()):
             return dequantise_groups(codes, scales, zeros, self.group_size)
         group_of = group_of.long()
         if columns and not 0 <= int(group_of.min()) <= int(group_of.max()) < scales.shape[1]:

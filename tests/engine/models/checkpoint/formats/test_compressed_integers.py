@@ -47,6 +47,8 @@ def encode(weight: torch.Tensor, kind: str) -> Encoded:
         tensors["weight_zero_point"] = pack_rows(affine.zeros.t(), bits).t()
     if "ordered" in options:
         tensors["weight_g_idx"] = group_of.int()
+    elif "actorder" in kind:
+        tensors["weight_g_idx"] = torch.full((columns,), -1, dtype=torch.int32)
     return Encoded(tensors, affine.values)
 
 
@@ -55,6 +57,7 @@ KINDS: dict[str, tuple[int, int, str]] = {
     "int4 symmetric": (4, 8, ""),
     "int4 asymmetric, last group smaller": (4, 64, "asymmetric"),
     "int4 actorder": (4, 8, "asymmetric ordered"),
+    "int4 actorder that was not computed": (4, 8, "asymmetric"),
     "int8 by channel": (8, 0, "asymmetric"),
     "int8 bytes": (8, 0, "plain"),
     "int8 bytes, asymmetric": (8, 8, "plain asymmetric"),
