@@ -29,6 +29,8 @@ __all__ = ["MlxWeight", "mlx_weights"]
 _FLOATS = ("F32", "BF16", "F16")
 _BITS = (2, 3, 4, 5, 6, 8)
 _STACK = "switch_mlp"
+_MIXTRAL_BLOCK = "block_sparse_moe"
+_OF_MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}  # MLX renames its matrices
 # By mode: codes of a word, inputs with one scale, and the dtypes of codes and scales.
 _FLOAT_MODES = {
     "mxfp4": (8, 32, "U8", "U8"),
@@ -123,6 +125,8 @@ def _experts(module: ModuleTensors, dimensions: int) -> Iterator[tuple[str, dict
     if dimensions == 2 or not separator:
         yield module.full_name("weight"), parts
         return
+    if block.endswith(_MIXTRAL_BLOCK):
+        matrix = _OF_MIXTRAL.get(matrix, matrix)
     for expert in range(parts["weight"].shape[0]):
         yield f"{block}.experts.{expert}.{matrix}.weight", {name: _member(part, expert) for name, part in parts.items()}
 

@@ -100,6 +100,7 @@ def test_fp4_and_fp8_give_the_values_and_tokens(mode: str, tmp_path: Path) -> No
 def stacked(tensors: Tensors) -> Tensors:
     """Return the tensors with those of a layer's experts stacked, as MLX has them."""
     result: Tensors = {}
+    mixtral = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
     for name, tensor in tensors.items():
         block, separator, rest = name.partition(".experts.")
         if not separator:
@@ -108,13 +109,16 @@ def stacked(tensors: Tensors) -> Tensors:
         end = rest.partition(".")[2]
         count = sum(other.startswith(f"{block}.experts.") and other.endswith(f".{end}") for other in tensors)
         members = [tensors[f"{block}.experts.{expert}.{end}"].view(torch.uint8) for expert in range(count)]
-        result[f"{block}.switch_mlp.{end}"] = torch.stack(members).view(tensor.dtype)
+        matrix, _, kind = end.partition(".")
+        result[f"{block}.switch_mlp.{mixtral.get(matrix, matrix)}.{kind}"] = torch.stack(members).view(tensor.dtype)
     return result
 
 
 @pytest.mark.parametrize("model_impl", ["pagoda", "transformers"])
-def test_experts_are_stacked(model_impl: str, tmp_path: Path) -> None:
-    quantised = save(4, tmp_path, "qwen3_moe", num_hidden_layers=2, moe_intermediate_size=64)
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_experts_are_stacked(family: str, model_impl: str, tmp_path: Path) -> None:
+    sizes = {"moe_intermediate_size": 64} if family == "qwen3_moe" else {}
+    quantised = save(4, tmp_path, family, num_hidden_layers=2, **sizes)
     file = quantised.path / "model.safetensors"
     save_file(stacked(load_file(file)), file, {"format": "pt"})
     assert any(".switch_mlp." in name for name in load_file(file))
