@@ -5,7 +5,7 @@
     X.weight_scale_inv   [ceil(out / 128), ceil(in / 128)], or a scalar with Mistral's models; it multiplies
     X.weight_scale       a scalar, [out], [out, 1] or blocks (compressed-tensors, ModelOpt, FBGEMM)
                          [blocks of rows, 1, blocks of columns, 1] (ModelOpt's FP8_PB_WO)
-                         U8 exponents [out, in / 32] (MXFP8)
+                         U8 or E8M0 exponents [out, in / 32] (MXFP8)
     X.scale              E8M0 blocks of DeepSeek's newest models
 
 Stacked experts have the same with an expert's index as the first dimension, and names as `experts.down_proj_scale_inv`.
@@ -84,7 +84,8 @@ def _block(module: ModuleTensors, name: str, shape: tuple[int, ...]) -> tuple[in
         raise module.error(name, f"has the dtype {scale.dtype}, which scales do not have")
     if scale.shape[: len(stacked)] != stacked or len(grid) > 2:
         raise module.error(name, f"has the shape {list(scale.shape)}, which is not that of scales of {list(shape)}")
-    usual = (1, _MX_COLUMNS) if scale.dtype == "U8" else configured_block(module.quantization)
+    is_mx = scale.dtype == "U8" or (scale.dtype in _EXPONENTS and grid == (shape[-2], -(-shape[-1] // _MX_COLUMNS)))
+    usual = (1, _MX_COLUMNS) if is_mx else configured_block(module.quantization)
     counts = (*grid, *(1,) * (2 - len(grid)))
     rows, columns = (
         _block_size(size, count, block) for size, count, block in zip(shape[-2:], counts, usual, strict=True)

@@ -116,6 +116,12 @@ def mxfp8(_: str, weight: torch.Tensor) -> Encoded:
     return Encoded({"weight": codes, "weight_scale": stored}, values)
 
 
+def mxfp8_as_e8m0(name: str, weight: torch.Tensor) -> Encoded:
+    encoded = mxfp8(name, weight)
+    scale = encoded.tensors["weight_scale"].view(torch.float8_e8m0fnu)
+    return Encoded(encoded.tensors | {"weight_scale": scale}, encoded.values)
+
+
 def compressed(**weights: Any) -> dict[str, Any]:
     group = {"weights": {"num_bits": 8, "type": "float", "symmetric": True} | weights, "targets": ["Linear"]}
     config = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}}
@@ -143,6 +149,7 @@ KINDS: dict[str, Kind] = {
     "modelopt blocks": (fp8_modelopt_blocks, {"quantization_config": MODELOPT | {"quant_algo": "FP8_PB_WO"}}, {}),
     "deepseek": (fp8_deepseek, fp8(scale_fmt="ue8m0"), {}),
     "mxfp8": (mxfp8, compressed(strategy="group", group_size=32), {}),
+    "mxfp8 as e8m0": (mxfp8_as_e8m0, compressed(strategy="group", group_size=32), {}),
 }
 
 
