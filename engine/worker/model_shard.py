@@ -37,6 +37,8 @@ __all__ = ["MAX_PREALLOCATED_TOKENS", "PROMPT_LOGITS_AT_ONCE", "ModelShard"]
 logger = logging.getLogger(__name__)
 
 MAX_PREALLOCATED_TOKENS = 4096  # of a step on a CPU: larger steps are rare, so their memory is not preallocated
+# AWQ and GPTQ checkpoints are often in float16, whatever the model had.
+_TOO_LARGE_FOR_FLOAT16 = {"GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Glm4ForCausalLM"}
 PROMPT_LOGITS_AT_ONCE = 64  # float32 logits of a whole prompt would take gigabytes
 
 
@@ -83,9 +85,17 @@ class ModelShard:
             )
 
     def _choose_dtype(self) -> torch.dtype:
-        """Return the dtype of the options, else that of config.json, else that of most of the weights."""
+        """Return the dtype of the options, else the checkpoint's, or bfloat16 if that is too narrow for the model."""
         if self.config.dtype != "auto":
             return getattr(torch, self.config.dtype)  # type: ignore[no-any-return]
+        dtype, architecture = self._checkpoint_dtype(), self.model_config.architecture
+        if dtype == torch.float16 and architecture in _TOO_LARGE_FOR_FLOAT16:
+            logger.warning("The hidden states of %s do not fit float16; bfloat16 is used", architecture)
+            return torch.bfloat16
+        return dtype
+
+    def _checkpoint_dtype(self) -> torch.dtype:
+        """Return the dtype of config.json, else that of most of the weights."""
         if self.model_config.dtype is not None:
             return self.model_config.dtype
         with open_checkpoint(self.config.model) as checkpoint:

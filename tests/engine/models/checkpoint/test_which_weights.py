@@ -16,6 +16,7 @@ from engine.models.checkpoint.checkpoint import open_checkpoint
 from engine.worker.model_shard import ModelShard
 from tests.engine.checkpoints import build_model, save_checkpoint
 from tests.engine.models.adapter import tiny_models
+from tests.engine.models.decoder.dense_families import build_dense_model
 
 NORM = "model.norm.weight"
 
@@ -26,7 +27,8 @@ def dtype_of(path: Path, **options: Any) -> torch.dtype:
 
 def save_without_dtype(path: Path, convert: Any, name: str = "qwen3", **fields: Any) -> Path:
     """Save a checkpoint whose config.json names no dtype, with its tensors converted."""
-    model = tiny_models.build_model(name) if name.endswith("LM") else build_model(name)
+    build = tiny_models.build_model if name.endswith("LM") else build_model if name == "qwen3" else build_dense_model
+    model = build(name)
     save_checkpoint(model, path)
     config = json.loads((path / "config.json").read_text())
     for field in ("dtype", "torch_dtype"):
@@ -58,6 +60,14 @@ def test_without_a_dtype_the_weights_own_is_taken(name: str, dtype: torch.dtype,
 def test_old_and_empty_fields(fields: dict[str, Any], expected: torch.dtype, tmp_path: Path) -> None:
     path = save_without_dtype(tmp_path, lambda _, weight: weight.to(torch.bfloat16), **fields)
     assert dtype_of(path) == expected
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+@pytest.mark.parametrize("fields", [{}, {"torch_dtype": "float16"}], ids=str)
+def test_gemma_in_float16_is_computed_in_bfloat16(name: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    path = save_without_dtype(tmp_path, lambda _, weight: weight.to(torch.float16), name, **fields)
+    assert dtype_of(path) == torch.bfloat16
+    assert dtype_of(path, dtype="float16") == torch.float16
 
 
 def test_of_mixed_files_the_dtype_of_most_weights_is_taken(tmp_path: Path) -> None:
