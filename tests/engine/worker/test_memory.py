@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import resource
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,11 @@ from tests.engine.conftest import SavedModel
 def test_blocks_that_fit_are_at_most_the_useful_ones() -> None:
     assert blocks_that_fit(1000, 100, max_useful=50) == 10
     assert blocks_that_fit(1000, 100, max_useful=3) == 3
+
+
+def test_the_error_says_what_is_left_and_what_a_block_takes() -> None:
+    with pytest.raises(ConfigError, match=r"3\.0 MiB are left for the KV cache, but one block takes 4\.5 MiB"):
+        blocks_that_fit(3 * 2**20, 9 * 2**19, max_useful=50)
 
 
 @pytest.mark.parametrize("left", [99, 0, -(2**30)])
@@ -90,6 +96,13 @@ def test_the_ranks_of_a_cpu_share_the_pool(
 def test_a_model_whose_block_exceeds_kv_cache_memory_is_refused(qwen3: SavedModel) -> None:
     with pytest.raises(ConfigError, match="one block takes .* raise kv_cache_memory"):
         ModelRunner(EngineConfig(model=qwen3.path, device="cpu", kv_cache_memory="1KiB"))
+
+
+def test_the_smallest_pool_holds_a_prompt_token_and_an_answers(qwen3: SavedModel) -> None:
+    options: dict[str, Any] = {"model": qwen3.path, "device": "cpu", "num_blocks": 1}
+    assert ModelRunner(EngineConfig(**options, block_size=2)).info.num_blocks == 1
+    with pytest.raises(ConfigError, match="num_blocks=1 of block_size=1 holds no prompt with an answer; raise one"):
+        ModelRunner(EngineConfig(**options, block_size=1))
 
 
 def test_the_log_says_blocks_tokens_gib_and_full_length_requests(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,10 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.llm import LLM
 from engine.request import EngineRequest
-from engine.sampling.sampler import Sampler
+from engine.sampling.sampler import NO_TOKEN, Sampler
 from engine.sampling_params import SamplingParams
-from engine.scheduling.scheduler_output import SchedulerOutput, StepTimes
-from engine.worker.model_runner import ModelRunner
+from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput, StepTimes
+from engine.worker.model_runner import ModelRunner, _PendingSample
 from engine.worker.model_shard import PROMPT_LOGITS_AT_ONCE
 from engine.worker.step_plan import StepPlan
 from engine.worker.step_planner import StepPlanner
@@ -205,3 +206,14 @@ def test_a_nan_after_a_draft_token_ends_the_draft_and_no_answer(
     monkeypatch.setattr(Sampler, "argmax_tokens", spoil)
     assert llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids == expected
     assert any(tokens[1:2].tolist() == [-1] for tokens in argmaxima)
+
+
+def test_the_tokens_after_a_draft_end_before_the_first_that_is_none() -> None:
+    tokens = torch.tensor([9, 5, 6, NO_TOKEN, 7])  # of the sequence that samples, then of two drafts
+    sampler: Any = SimpleNamespace(
+        argmax_tokens=lambda logits: logits[:, 0],
+        start=lambda *_: SimpleNamespace(on_device=None, finish=lambda wait: SampledTokens([9])),
+    )
+    output: Any = SimpleNamespace(sampling=["a"], drafts={"a": [5, 6], "b": [1, 2]})
+    pending = _PendingSample(sampler, tokens[:, None], output, None)
+    assert pending.finish(lambda: None).after_drafts == {"a": [5, 6], "b": []}

@@ -6,10 +6,15 @@ import pytest
 import torch
 from torch import nn
 
+from engine.config import EngineConfig
+from engine.models.adapter.decoder import TransformersDecoder
 from engine.models.adapter.linears import pack_linears
+from engine.worker.model_worker import ModelWorker
+from kernels.attention.cpu_backend import CpuBackend
 from kernels.cpu.library import library
 from kernels.linear import packed as packed_linears
 from kernels.linear.packed import CpuLinear
+from tests.engine.models.adapter.conftest import Zoo
 
 needs_kernels = pytest.mark.skipif(library() is None, reason="no C compiler")
 
@@ -43,3 +48,18 @@ def test_all_stay_without_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(_layer(torch.float32))
     pack_linears(model)
     assert type(model[0]) is nn.Linear
+
+
+@needs_kernels
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_the_attention_backend_says_whether_layers_are_packed(
+    zoo: Zoo, monkeypatch: pytest.MonkeyPatch, has_kernels: bool
+) -> None:
+    monkeypatch.setattr(CpuBackend, "uses_cpu_kernels", has_kernels)
+    path = zoo("GraniteForCausalLM").path
+    worker = ModelWorker(EngineConfig(model=path, device="cpu", dtype="bfloat16", model_impl="transformers"))
+    worker.load("")
+    decoder = worker.shard.model
+    assert isinstance(decoder, TransformersDecoder)
+    assert any(isinstance(layer, CpuLinear) for layer in decoder._model.modules()) == has_kernels
+    assert {weight.dtype for weight in decoder._model.parameters() if weight.is_floating_point()} == {torch.bfloat16}

@@ -63,6 +63,13 @@ def edit_config(path: Path, **changes: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
+def test_batch_invariance_needs_our_own_decoder(zoo: Zoo) -> None:
+    options: dict[str, Any] = {"model": zoo(GRANITE).path, "device": "cpu", "model_impl": "transformers"}
+    problem = "batch_invariant=True needs our own decoder, and this model is computed by transformers' modules; leave"
+    with pytest.raises(ConfigError, match=problem):
+        ModelWorker(EngineConfig(**options, batch_invariant=True))
+
+
 # --- architectures --------------------------------------------------------------------------------------------------
 
 
