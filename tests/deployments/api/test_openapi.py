@@ -69,6 +69,21 @@ def test_fields_of_requests_are_those_that_are_parsed(document: dict[str, Any]) 
     assert document["components"]["schemas"]["ChatRequest"]["required"] == ["messages"]
 
 
+def test_responses_say_what_comes(document: dict[str, Any]) -> None:
+    def success(method: str, path: str) -> Any:
+        return document["paths"][path][method]["responses"]["200"]
+
+    assert success("get", "/v1/models")["description"] == "The response."
+    streamed = "The response; with stream: true, server-sent events whose data is JSON."
+    assert success("post", "/v1/messages")["description"] == streamed
+    chat = success("post", "/v1/chat/completions")
+    assert chat["description"] == f"{streamed} The last event is data: [DONE]."
+    event = chat["content"]["text/event-stream"]["schema"]
+    for data, is_event in (("[DONE]", True), ("{}", True), (7, False)):
+        assert jsonschema.Draft202012Validator(event).is_valid({"data": data}) == is_event
+    assert {"const": "[DONE]"} in event["properties"]["data"]["anyOf"]
+
+
 def test_keys_are_described_once_they_are_set(open_client: OpenClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGODA_API_KEYS", KEY)
     client = open_client()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -272,6 +273,14 @@ def test_an_error_names_the_field_by_its_path(
     assert shown in error["message"]
     assert error["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
     assert (answer.headers.get("x-should-retry") == "false") is (status == 501)
+
+
+def test_the_log_has_the_parameter_that_the_response_does_not(
+    parsed: TestClient, serve_log: list[logging.LogRecord]
+) -> None:
+    for fields in (offered(type="web_search_20250305", name="web_search"), offered(name="g")):
+        assert parsed.post("/v1/messages", json=BODY | fields).status_code in (400, 501)
+        assert "param=tools" in serve_log[-1].getMessage()
 
 
 HALF = b'{"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": "\\ud800"}]}'

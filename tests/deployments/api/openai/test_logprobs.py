@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from deployments.api import generations
 from deployments.api.openai.logprobs import LOWEST, CompletionLogprobs, chat_logprobs, prompt_logprobs
 from deployments.api.prompts import MAX_INLINE_COST, PromptBuilder
+from deployments.requests.generation import Generation
 from engine.outputs import Logprob, TokenLogprobs
 from engine.text.tokenizer import Tokenizer
 from tests.deployments.fakes import FakeEngines, events, output
@@ -42,6 +44,24 @@ def test_top_logprobs_are_in_order_and_as_many_as_requested(tokenizer: Tokenizer
     (entry,) = chat_logprobs(tokenizer, [70], [position], 2)["content"]
     assert entry["logprob"] == -3.0
     assert [top["logprob"] for top in entry["top_logprobs"]] == [-0.5, -1.5]
+
+
+def test_only_a_whole_response_keeps_all_log_probabilities(
+    client: TestClient, engines: FakeEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream's are in its chunks, and those of a long answer would take megabytes."""
+    watched: list[Generation] = []
+
+    class Watched(Generation):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            watched.append(self)
+
+    monkeypatch.setattr(generations, "Generation", Watched)
+    engines.scripts = [[output([70], logprobs=[-0.5]), output([71, 2], "stop", logprobs=[-0.25, -1.0])]]
+    for stream in (False, True):
+        assert client.post("/v1/chat/completions", json=CHAT | {"stream": stream}).status_code == 200
+    assert [len(generation.logprobs) for generation in watched] == [3, 0]
 
 
 def test_json_has_no_infinity(tokenizer: Tokenizer) -> None:

@@ -14,6 +14,7 @@ from tests.deployments.conftest import OpenClient
 from tests.deployments.real_engines import RealEngines
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+CALLED = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}
 BAD_SCHEMA = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}}
 
 REJECTED = [
@@ -48,10 +49,12 @@ REJECTED = [
     ("completions", {"prompt": "a", "logprob_token_ids": [5]}, 400, "logprob_token_ids", "logprobs"),
     ("completions", {"prompt": "a", "structured_outputs": {"regex": "("}}, 400, "structured_outputs", "regex"),
     ("completions", {"prompt": "a", "guided_regex": "x"}, 400, "guided_regex", "guided_regex"),
+    ("completions", {"prompt": "a", "tools": []}, 400, "tools", "tools is empty; give at least one tool"),
     ("completions", {}, 400, "prompt", "missing"),
     ("chat/completions", {"messages": []}, 400, "messages", "[]"),
     ("chat/completions", {"messages": "hi"}, 400, "messages", "'hi'"),
     ("chat/completions", CHAT | {"messages": [{"role": "", "content": "x"}]}, 400, "messages", "''"),
+    ("chat/completions", CHAT | {"messages": [CALLED]}, 501, "messages", "function_call is not offered"),
     ("chat/completions", CHAT | {"chat_template": "{{ x }}"}, 400, "chat_template", "template"),
     ("chat/completions", CHAT | {"tools": [], "tool_choice": "required"}, 400, "tool_choice", "tools"),
     ("chat/completions", CHAT | {"tool_choice": "auto"}, 400, "tool_choice", "auto"),

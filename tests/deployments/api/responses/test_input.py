@@ -161,6 +161,11 @@ def test_the_input_is_required(client: TestClient) -> None:
     assert answer.json()["error"]["message"] == "input is missing; give it"
 
 
+def test_a_form_without_its_schema(client: TestClient) -> None:
+    error = rejected(client, text={"format": {"type": "json_schema", "name": "n"}})
+    assert error["message"] == "text.format.schema is missing; give it with the type json_schema"
+
+
 def test_what_changes_nothing_is_accepted(client: TestClient) -> None:
     include = ["reasoning.encrypted_content", "web_search_call.action.sources"]
     neutral = {"background": False, "conversation": None, "tools": [], "tool_choice": "auto", "include": include}

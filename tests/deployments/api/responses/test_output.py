@@ -17,6 +17,7 @@ from deployments.api.writers import ResponseHead
 from deployments.parsers.registry import Parsers
 from deployments.requests.generation import Delta, Generation
 from deployments.requests.prompt import Prompt
+from engine.outputs import Logprob
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from tests.deployments.api.responses.conftest import comparable
@@ -96,3 +97,8 @@ def test_no_token_has_its_log_probabilities_twice() -> None:
     messages = [item for item in output.items() if item["type"] == "message"]
     logprobs = [part["logprobs"] for message in messages for part in message["content"]]
     assert [len(position) for position in logprobs] == [0, len(text)]
+
+
+def test_each_token_has_its_log_probabilities() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        list(Output(None, None).feed("ab", [70, 71], [{70: Logprob(-1.0, 1)}], final=False))

@@ -28,6 +28,7 @@ def test_a_response_is_retrieved_and_deleted(client: TestClient) -> None:
         assert again.status_code == 404
         error = again.json()["error"]
         assert (error["code"], error["type"]) == ("response_not_found", "not_found_error")
+        assert f"response '{response['id']}' is not kept" in error["message"]
         assert "memory of the ingress" in error["message"]
         assert "3600 s" in error["message"]
 
