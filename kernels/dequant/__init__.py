@@ -1,4 +1,6 @@
-"""Quantised weights to float32, as their formats define it: one file for each kind of code.
+"""Quantised weights to float32, as their formats define it: a file for each kind of code, and what they share.
 
-Pure functions on tensors of any device, which give the bits of the format's own library. Knows no file and no model.
+Functions on tensors of any device; some may overwrite their first argument. The bits are those of
+the format's definition, computed in float32; GGUF's are compared with llama.cpp's own package. Knows no checkpoint
+and no model; of GGUF files only the numbers of the types, in gguf_types.py, which imports no torch.
 """
