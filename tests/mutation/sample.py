@@ -84,10 +84,12 @@ def run(names: list[str], slow_tests: list[str], limit_s: float) -> dict[str, st
     from mutmut.runners.harness import PytestRunner
 
     os.environ.update(OMP_NUM_THREADS="1", HYPOTHESIS_PROFILE="mutation")
+    for _ in range(2):  # the first run forgets all results if the package's tests have changed
+        codes = exit_codes()
+        if new := [name for name in names if codes[name] is None]:
+            run_quick_tests(new)
     codes = exit_codes()
-    if new := [name for name in names if codes[name] is None]:
-        run_quick_tests(new)
-    codes = exit_codes()
+    assert None not in [codes[name] for name in names], "mutmut has not run all of them"
     outcomes = {name: mutmut.status_by_exit_code[codes[name]] for name in names}
     tests = [*slow_tests, *mutmut.config().pytest_add_cli_args_test_selection]
     with contextlib.chdir("mutants"):
