@@ -168,8 +168,8 @@ def test_counted_tokens_are_those_of_the_usage(parsed: TestClient, answers: Answ
         usage = parsed.post("/v1/messages", json=body).json()["usage"]
         counted = parsed.post("/v1/messages/count_tokens", json=body)
         assert counted.json() == {"input_tokens": usage["input_tokens"]}
-        del body["max_tokens"]
-        assert parsed.post("/v1/messages/count_tokens", json=body).json() == counted.json()
+        without_limit = {name: value for name, value in body.items() if name != "max_tokens"}
+        assert parsed.post("/v1/messages/count_tokens", json=without_limit).json() == counted.json()
     assert len(engines.calls) == 3
     long = PLAIN | {"messages": [{"role": "user", "content": "a " * 999}]}
     assert parsed.post("/v1/messages/count_tokens", json=long).json()["input_tokens"] > 999
