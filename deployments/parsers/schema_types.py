@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 from urllib.parse import unquote
 
-__all__ = ["ANY", "Schema", "Tools", "property_schema", "types_of"]
+__all__ = ["ANY", "Schema", "Tools", "items_schema", "property_schema", "types_of"]
 
 ANY = "any"  # what a schema refers to or combines, but does not limit
 Schema: TypeAlias = Mapping[str, Any]
@@ -52,6 +52,12 @@ def property_schema(schema: Schema, name: str, root: Schema) -> Schema:
         if isinstance(additional := part.get("additionalProperties"), Mapping):
             others = additional
     return others
+
+
+def items_schema(schema: Schema, root: Schema) -> Schema:
+    """Return the schema of a list's items, also behind references and in combined schemas; else an empty one."""
+    declared = (part.get("items") for part in _parts(schema, root, set()))
+    return next((items for items in declared if isinstance(items, Mapping)), {})
 
 
 def _parts(schema: Schema, root: Schema, seen: set[str]) -> Iterator[Schema]:

@@ -6,13 +6,12 @@ A list is written as tags named ``item``. Text is a value whose type the tool's 
 from __future__ import annotations
 
 from json.encoder import encode_basestring
-from typing import Any
 
 from deployments.parsers.events import CallArguments, CallStart, Steps
 from deployments.parsers.json_calls import checked_name
 from deployments.parsers.marked import Thoughts
 from deployments.parsers.reader import MalformedError, Reader
-from deployments.parsers.schema_types import ANY, Schema, Tools, property_schema, types_of
+from deployments.parsers.schema_types import ANY, Schema, Tools, items_schema, property_schema, types_of
 from deployments.parsers.typed_values import as_json, string_piece
 
 __all__ = ["MINIMAX_M3_CALLS", "MINIMAX_M3_MARKERS", "MINIMAX_M3_THOUGHTS"]
@@ -79,16 +78,11 @@ def _value(reader: Reader, key: str, schema: Schema, root: Schema, depth: int) -
         raise MalformedError
     members: list[tuple[str, str]] = []
     while (child := (yield from _next_tag(reader, _end_tag(key)))) is not None:
-        inner = _items_of(schema) if child == _ITEM else property_schema(schema, child, root)
+        inner = items_schema(schema, root) if child == _ITEM else property_schema(schema, child, root)
         members.append((child, (yield from _value(reader, child, inner, root, depth + 1))))
     if "object" not in types and all(child == _ITEM for child, _ in members):
         return f"[{', '.join(value for _, value in members)}]"
     return f"{{{', '.join(f'{encode_basestring(child)}: {value}' for child, value in members)}}}"
-
-
-def _items_of(schema: Schema) -> Schema:
-    items: Any = schema.get("items")
-    return items if isinstance(items, dict) else {}
 
 
 def _next_tag(reader: Reader, end: str) -> Steps[str | None]:

@@ -34,7 +34,7 @@ class XmlFormat:
         end: after them; empty if ``call_end`` is the last tag.
         call: before a call's name; empty if the name follows ``begin``.
         name_end: after the name, if nothing else ends it.
-        call_end: after the last parameter.
+        call_end: after the last parameter; it may be missing between a parameter and ``end``.
         parameter: before a parameter's name.
         key_ends: after a parameter's name -> the type that it states; None if the schema decides.
         value: before the value, after whitespace.
@@ -114,7 +114,7 @@ ATEM = XmlFormat(
     key_ends={'">': None},
     value_end="</atem:parameter>",
 )
-_qwen3_coder = XmlFormat("<tool_call>", call="<function=", trims=True, is_bare=True)
+_qwen3_coder = XmlFormat("<tool_call>", call="<function=", trims=True, allows_python=True, is_bare=True)
 _glm = XmlFormat(
     "<tool_call>",
     end="",
@@ -197,7 +197,7 @@ def _call(reader: Reader, tools: Tools, format: XmlFormat) -> Steps[None]:
         opening = ", "
         stated = format.key_ends[key_end]
         yield from _value(reader, format, {stated} if stated else argument_types(parameters, key))
-        has_ended = yield from _has_ended(reader, format)
+        has_ended = (yield from _is_at_end_of_block(reader, format)) or (yield from _has_ended(reader, format))
     yield CallArguments("{}" if opening == "{" else "}")
 
 
@@ -218,6 +218,14 @@ def _has_ended(reader: Reader, format: XmlFormat) -> Steps[bool]:
         return True
     yield from reader.expect(format.parameter)
     return False
+
+
+def _is_at_end_of_block(reader: Reader, format: XmlFormat) -> Steps[bool]:
+    """Whether ``end`` follows, since the model has left out ``call_end``; ``end`` is not read."""
+    yield from reader.skip_space()
+    is_at_end = format.end != "" and (yield from reader.literal(format.end))
+    reader.position -= len(format.end) if is_at_end else 0
+    return is_at_end
 
 
 def _value(reader: Reader, format: XmlFormat, types: set[str]) -> Steps[None]:
@@ -260,8 +268,8 @@ def _is_value_end(reader: Reader, format: XmlFormat) -> Steps[bool]:
     """Whether the ``value_end`` that was read ends the value: a parameter or the end follows. Else it is text in it."""
     position = reader.position
     ends = not (yield from reader.skip_space())  # the answer ends here
-    for tag in (format.parameter, format.call_end):
-        ends = ends or (yield from reader.literal(tag))
+    for tag in (format.parameter, format.call_end, format.end):
+        ends = ends or (tag != "" and (yield from reader.literal(tag)))
     reader.position = position
     return ends
 

@@ -6,7 +6,9 @@ import json
 
 import pytest
 
+from deployments.parsers.answer_parser import AnswerParser
 from deployments.parsers.events import CallArguments, CallStart, Content, Event, Reasoning
+from deployments.parsers.registry import Parsers
 from tests.deployments.parsers.shapes import call, parse, parser, text
 
 F = call("f", '{"a": 1}')
@@ -129,6 +131,22 @@ def test_minimax_m3_reads_lists_and_objects_in_tags() -> None:
     assert start == CallStart("get_weather")
     assert isinstance(arguments, CallArguments)
     assert json.loads(arguments.text) == {"where": {"zip": "018", "no": ""}, "tags": [], "size": [1]}
+
+
+@pytest.mark.parametrize("items", [{"type": "string"}, {"$ref": "#/$defs/text"}])
+def test_minimax_m3_lists_that_may_be_null_keep_the_types_of_their_items(items: dict[str, str]) -> None:
+    tags = {"anyOf": [{"type": "array", "items": items}, {"type": "null"}]}
+    tools = {"f": {"properties": {"tags": tags}, "$defs": {"text": {"type": "string"}}}}
+    answer = '|<tool_call>|<invoke name="f">|<tags>|<item>5|</item>|</tags>|</invoke>|</tool_call>'
+    family = Parsers("minimax_m3").family(tools, "")
+    assert family is not None
+    assert parse(AnswerParser(family), answer.replace("|", "]<]minimax[>[")) == call("f", '{"tags": ["5"]}')
+
+
+def test_a_call_without_its_end_ends_with_its_block() -> None:
+    invoke = '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Oslo</parameter>\n'
+    answer = f"{invoke}</minimax:tool_call>ok"
+    assert parse(parser("minimax_m2"), answer) == call("get_weather", '{"city": "Oslo"}') + text("ok")
 
 
 def test_kimi_k3_reads_a_call_as_json() -> None:

@@ -38,7 +38,7 @@ SHAPES = [
     _value("exact", "true", "true"),
     _value("exact", "False", "false"),
     _value("where", '{"a": [1, {"b": "ü"}]}', '{"a": [1, {"b": "ü"}]}'),
-    _value("where", "{'a': 1}", "\"{'a': 1}\""),
+    _value("where", "{'a': True}", '{"a": true}'),
     _value("tags", '["a",\n"b"]', '["a",\n"b"]'),
     _value("tags", "[NaN]", '"[NaN]"'),
     _value("unit", "None", "null"),
@@ -56,6 +56,12 @@ SHAPES = [
     Shape("text around", f"Now:\n\n{ONE}\n\nok", text("Now:") + F + text("\n\n\n\nok")),
     Shape("without the outer markers", ONE[12:-13], F),
     Shape("on one line", "<tool_call><function=f><parameter=a>1</parameter></function></tool_call>", F),
+    Shape("no end of a call", ONE.replace("</function>\n", "") + "\nok", F + text("ok")),
+    Shape(
+        "no end of a call after text",
+        xml(city="Oslo").replace("</function>\n", "") * 2,
+        call("get_weather", '{"city": "Oslo"}') * 2,
+    ),
     Shape("unknown tool", xml("g", a="1"), call("g", '{"a": "1"}')),
     Shape("no JSON escape in a key", xml("f", **{'a"b': "1"}), call("f", '{"a\\"b": "1"}')),
     Shape(
