@@ -71,7 +71,7 @@ def _of_old_file(file: Path) -> str:
 def _model_type(config: Path) -> str | None:
     """Return the ``model_type`` in a config.json; None without one, which the loading of the model reports."""
     try:
-        found: Any = json.loads(config.read_text(encoding="utf-8"))
+        content: Any = json.loads(config.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
-    return found.get("model_type") if isinstance(found, dict) else None
+    return content.get("model_type") if isinstance(content, dict) else None

@@ -69,7 +69,7 @@ class TemplateForms:
             )
         system = [message for message in messages if message.get("role") == "system"]
         rest = [message for message in messages if message.get("role") != "system"]
-        return [system[0] | {"content": _SEPARATOR.join(str(message["content"]) for message in system)}, *rest]
+        return [system[0] | {"content": _SEPARATOR.join(_text_of(message) for message in system)}, *rest]
 
     @cached_property
     def _needs_parts(self) -> bool:
@@ -128,6 +128,12 @@ def _in_parts(message: _Message) -> _Message:
     return message | {"content": [{"type": "text", "text": content}] if content else []}
 
 
+def _text_of(message: _Message) -> str:
+    """Return the content of a message as text; it may be a list of parts."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "\n".join(part.get("text") or "" for part in content)
+
+
 def _reasoning(text: str) -> _Message:
     return {"reasoning_content": text, "reasoning": text}
 
@@ -143,7 +149,7 @@ def _has_parallel_calls(message: _Message) -> bool:
 
 def _with_joined_reasoning(message: _Message) -> _Message:
     """Return a message whose content follows its reasoning, as the template writes either in the same place."""
-    text = f"{message['reasoning_content']}{_SEPARATOR}{message['content']}"
+    text = f"{message['reasoning_content']}{_SEPARATOR}{_text_of(message)}"
     return message | {"content": ""} | _reasoning(text)
 
 

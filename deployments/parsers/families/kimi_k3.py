@@ -66,8 +66,8 @@ def _opens(reader: Reader, tag: str) -> Steps[bool]:
 def _attributes(reader: Reader) -> Steps[dict[str, str]]:
     """Read a tag's attributes and its end."""
     text, _ = yield from reader.take_until([_SEPARATOR], limit=_MAX_TAG, never="\n")
-    found = _ATTRIBUTE.findall(text)
-    return {name: value.replace("&quot;", '"').replace("&amp;", "&") for name, value in found}
+    attributes = _ATTRIBUTE.findall(text)
+    return {name: value.replace("&quot;", '"').replace("&amp;", "&") for name, value in attributes}
 
 
 def _value(reader: Reader, types: set[str]) -> Steps[None]:

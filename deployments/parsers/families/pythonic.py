@@ -69,10 +69,10 @@ def _emitted(text: str) -> Steps[None]:
     Raises:
         MalformedError: it holds anything else.
     """
-    found = _parsed_calls(text)
-    if found is None and (found := _parsed_calls(_requoted(text))) is None:
+    parsed = _parsed_calls(text)
+    if parsed is None and (parsed := _parsed_calls(_requoted(text))) is None:
         raise MalformedError
-    for call in found:
+    for call in parsed:
         yield CallStart(call[0])
         yield CallArguments(call[1])
 

@@ -104,6 +104,16 @@ def test_late_system_messages_are_refused_or_merged(template: str) -> None:
     assert outline(forms(template, "merge").adapted(LATE[1:])) == ["system:b", "user:q", "user:q"]
 
 
+def test_parts_of_content_are_joined_as_text() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    system = {"role": "system", "content": parts}
+    merged = forms(QWEN, "merge").adapted([system, USER, {"role": "system", "content": "c"}])
+    assert [message["content"] for message in merged] == ["a\nb\n\nc", "q"]
+    thoughts = {"reasoning_content": "r", "reasoning": "r"}
+    (joined,) = forms(GPT_OSS).adapted([CALLS | {"tool_calls": [call("1", "f")], "content": parts} | thoughts])
+    assert joined["reasoning_content"] == "r\n\na\nb"
+
+
 def test_late_system_messages_stay_where_the_template_takes_them() -> None:
     assert forms(PLAIN).adapted(LATE) == LATE
     assert forms(QWEN).adapted(LATE[:2]) == LATE[:2]
