@@ -16,6 +16,7 @@ import torch
 __all__ = [
     "CAttentionCall",
     "CExperts",
+    "CGroupedCodes",
     "CLayer",
     "CLimits",
     "CRows",
@@ -72,6 +73,16 @@ class CExperts(ctypes.Structure):
     )
 
 
+class CGroupedCodes(ctypes.Structure):
+    """``pagoda_grouped_codes``."""
+
+    _fields_ = (
+        *_fields(_POINTER, "output", "codes", "table", "scales", "zeros", "biases"),
+        *_fields(_INT64, "num_rows", "columns", "num_groups", "group_size", "first", "code_stride"),
+        *_fields(_INT32, "is_bf16", "has_nibbles", "is_high_first"),
+    )
+
+
 class CLayer(ctypes.Structure):
     """``pagoda_layer``."""
 
@@ -113,6 +124,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pagoda_attention": (None, (_CALL,)),
     "pagoda_attention_half": (None, (_LAYER, _STEP, _POINTER, _POINTER)),
     "pagoda_compute_experts": (None, (_EXPERTS, _POINTER, _POINTER, _INT32, _POINTER, _FLOAT, _INT32)),
+    "pagoda_decode_groups": (None, (ctypes.POINTER(CGroupedCodes),)),
     "pagoda_draw": (None, (*(_POINTER,) * 6, _INT64, _INT64, _INT64)),
     "pagoda_gather_packed_rows": (_INT32, (_POINTER, _WEIGHT, _POINTER, _INT32, _FLOAT)),
     "pagoda_gather_rows": (_INT32, (_POINTER, _POINTER, _INT32, _INT64, _POINTER, _INT32, _INT32, _FLOAT)),

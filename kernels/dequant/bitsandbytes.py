@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kernels.cpu.grouped_codes import decode_groups
 from kernels.dequant.fp4 import unpack_pairs
 
 __all__ = ["dequantise_4bit", "dequantise_int8", "dequantise_nested"]
@@ -12,9 +13,15 @@ _OVER_127 = 7.874015718698502e-3
 
 
 def dequantise_4bit(
-    octets: torch.Tensor, table: torch.Tensor, scales: torch.Tensor, block_size: int, first: int
+    octets: torch.Tensor,
+    table: torch.Tensor,
+    scales: torch.Tensor,
+    block_size: int,
+    first: int,
+    *,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return elements of a weight in the order of memory, float32 [2 * num_bytes].
+    """Return elements of a weight in the order of memory, float32 [2 * num_bytes]; or ``out``, if that was filled.
 
     Args:
         octets: uint8 [num_bytes], the elements from ``first`` on; the first of two is in the high half of a byte.
@@ -22,7 +29,18 @@ def dequantise_4bit(
         scales: float32, of all blocks.
         block_size: neighbouring elements with one scale.
         first: index of the first element.
+        out: the elements may be written here, of any dtype; without the last one, if their number is odd.
     """
+    if out is not None and decode_groups(
+        out[None],
+        octets[None],
+        table,
+        scales[None, first // block_size :],
+        block_size,
+        first=first % block_size,
+        is_high_first=True,
+    ):
+        return out
     codes = torch.arange(256, device=octets.device)
     pairs = torch.stack((table[codes >> 4], table[codes & 15]), dim=1)
     values = unpack_pairs(octets.view(1, -1), pairs).view(-1)

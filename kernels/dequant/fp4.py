@@ -6,6 +6,7 @@ from functools import cache
 
 import torch
 
+from kernels.cpu.grouped_codes import decode_groups
 from kernels.dequant.scales import scale_blocks
 
 __all__ = ["E2M1", "dequantise_fp4", "unpack_pairs"]
@@ -13,15 +14,21 @@ __all__ = ["E2M1", "dequantise_fp4", "unpack_pairs"]
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
-def dequantise_fp4(octets: torch.Tensor, scales: torch.Tensor, group_size: int) -> torch.Tensor:
-    """Return rows of a matrix, float32 [num_rows, 2 * num_bytes].
+def dequantise_fp4(
+    octets: torch.Tensor, scales: torch.Tensor, group_size: int, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return rows of a matrix, float32 [num_rows, 2 * num_bytes]; or ``out``, if they could be written there.
 
     Args:
         octets: uint8 [num_rows, num_bytes].
         scales: float32 [num_rows, columns / group_size].
         group_size: neighbouring columns with one scale.
+        out: of the same shape, of any dtype.
     """
-    return scale_blocks(unpack_pairs(octets, _e2m1_pairs().to(octets.device)), scales, (1, group_size), 0)
+    pairs = _e2m1_pairs()
+    if out is not None and decode_groups(out, octets, pairs[:16, 0], scales, group_size):
+        return out
+    return scale_blocks(unpack_pairs(octets, pairs.to(octets.device)), scales, (1, group_size), 0)
 
 
 def unpack_pairs(octets: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:

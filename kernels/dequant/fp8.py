@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
-from kernels.dequant.scales import e8m0_to_float, scale_blocks
+from kernels.cpu.grouped_codes import decode_groups
+from kernels.dequant.scales import e8m0_to_float, row_scales, scale_blocks
 
 __all__ = ["dequantise_fp8", "e4m3_to_float"]
 
@@ -27,15 +30,34 @@ def e4m3_to_float(codes: torch.Tensor) -> torch.Tensor:
 
 
 def dequantise_fp8(
-    codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], first_row: int = 0
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    block: tuple[int, int],
+    first_row: int = 0,
+    *,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return rows of a matrix, float32 [num_rows, columns].
+    """Return rows of a matrix, float32 [num_rows, columns]; or ``out``, if they could be written there.
 
     Args:
         codes: float8_e4m3fn or float8_e5m2 [num_rows, columns]: the rows from ``first_row`` on.
         scales: of all blocks, [block rows, block columns]: floating-point numbers, or E8M0 exponents, also as uint8.
         block: rows and columns that have one scale.
+        out: [num_rows, columns], of any dtype.
     """
-    values = e4m3_to_float(codes) if codes.dtype == torch.float8_e4m3fn else codes.float()
     is_exponent = scales.dtype in (torch.uint8, torch.float8_e8m0fnu)
-    return scale_blocks(values, e8m0_to_float(scales) if is_exponent else scales.float(), block, first_row)
+    scales = e8m0_to_float(scales) if is_exponent else scales.float()
+    if out is not None and decode_groups(
+        out, codes, _table(codes.dtype), row_scales(scales, block[0], first_row, len(codes)), block[1]
+    ):
+        return out
+    return scale_blocks(_to_float(codes), scales, block, first_row)
+
+
+def _to_float(codes: torch.Tensor) -> torch.Tensor:
+    return e4m3_to_float(codes) if codes.dtype == torch.float8_e4m3fn else codes.float()
+
+
+@cache
+def _table(dtype: torch.dtype) -> torch.Tensor:
+    return _to_float(torch.arange(256, dtype=torch.uint8).view(dtype))

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 
+from kernels.cpu.grouped_codes import decode_groups
 from kernels.dequant.gguf_bits import codebook, fields, half_floats
 from kernels.dequant.gguf_k import q2_k, q3_k, q4_k, q5_k, q6_k
 from kernels.dequant.gguf_types import GgufType
@@ -23,14 +24,18 @@ _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113
 _E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # its -0 is 0 in ggml, too
 
 
-def dequantise_gguf(rows: torch.Tensor, gguf_type: GgufType) -> torch.Tensor:
-    """Return stored rows as float32 [num_rows, columns].
+def dequantise_gguf(rows: torch.Tensor, gguf_type: GgufType, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Return stored rows as float32 [num_rows, columns]; or ``out``, if they could be written there.
 
     Args:
         rows: uint8 [num_rows, row_bytes], contiguous.
         gguf_type: what they are stored as.
+        out: [num_rows, columns], of any dtype.
     """
-    values = DECODERS[gguf_type.name](rows.reshape(-1, gguf_type.block_bytes))
+    blocks = rows.reshape(-1, gguf_type.block_bytes)
+    if out is not None and out.is_contiguous() and gguf_type.name == "Q8_0" and _write_q8_0(blocks, out):
+        return out
+    values = DECODERS[gguf_type.name](blocks)
     return values.reshape(len(rows), -1)
 
 
@@ -72,6 +77,12 @@ def q5_1(blocks: torch.Tensor) -> torch.Tensor:
 def q8_0(blocks: torch.Tensor) -> torch.Tensor:
     """Decode scale f16 | 32 signed bytes."""
     return half_floats(blocks, 0) * blocks[:, 2:].view(torch.int8).float()
+
+
+def _write_q8_0(blocks: torch.Tensor, out: torch.Tensor) -> bool:
+    """Write what q8_0 returns to ``out`` in C; return whether that was possible."""
+    levels = torch.arange(256, dtype=torch.uint8).view(torch.int8).float()
+    return decode_groups(out.view(-1, 32), blocks[:, 2:], levels, half_floats(blocks, 0), 32)
 
 
 def iq4_nl(blocks: torch.Tensor) -> torch.Tensor:

@@ -7,10 +7,20 @@ from functools import cache
 
 import torch
 
+from kernels.cpu.grouped_codes import decode_groups
 from kernels.dequant.fp4 import unpack_pairs
 from kernels.dequant.scales import scale_blocks
 
-__all__ = ["dequantise_affine", "dequantise_groups", "dequantise_ordered", "unpack_awq", "unpack_bits", "unpack_floats"]
+__all__ = [
+    "dequantise_affine",
+    "dequantise_affine_packed",
+    "dequantise_groups",
+    "dequantise_ordered",
+    "dequantise_packed",
+    "unpack_awq",
+    "unpack_bits",
+    "unpack_floats",
+]
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that each nibble of a word holds, the lowest first
 
@@ -58,17 +68,64 @@ def _nibbles() -> torch.Tensor:
     return torch.tensor([(float(octet & 15), float(octet >> 4)) for octet in range(256)])
 
 
-def dequantise_groups(
-    codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | int, group_size: int
+@cache
+def _table(dtype: torch.dtype, count: int) -> torch.Tensor:
+    return torch.arange(count, dtype=torch.uint8).view(dtype).float()
+
+
+def dequantise_packed(
+    words: torch.Tensor,
+    bits: int,
+    columns: int,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | int,
+    group_size: int,
+    *,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return (code - zero point) * scale, float32 [num_rows, columns].
+    """Return what ``dequantise_groups`` does for codes that are packed in words, as ``unpack_bits`` has them."""
+    if out is not None and bits in (4, 8) and _write(out, _octets(words), 1 << bits, scales, zeros, group_size):
+        return out
+    return dequantise_groups(unpack_floats(words, bits, columns), scales, zeros, group_size)
+
+
+def _octets(words: torch.Tensor) -> torch.Tensor:
+    return words.view(torch.uint8).view(len(words), -1)
+
+
+def _write(
+    out: torch.Tensor,
+    codes: torch.Tensor,
+    num_codes: int,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | int,
+    group_size: int,
+) -> bool:
+    """Write the numbers of codes of 8 bits, or of 4 bits in pairs, to ``out``; return whether that was possible."""
+    if isinstance(zeros, int):
+        zeros = torch.full((1, 1), float(zeros), device=codes.device)
+    return decode_groups(out, codes, _table(codes.dtype, num_codes), scales, group_size, zeros=zeros)
+
+
+def dequantise_groups(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | int,
+    group_size: int,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return (code - zero point) * scale, float32 [num_rows, columns]; or ``out``, if they could be written there.
 
     Args:
         codes: integers, of any type, [num_rows, columns]; floats are overwritten.
         scales: [num_rows, ceil(columns / group_size)], or one row or column of them for all.
         zeros: the zero points, [num_rows, ceil(columns / group_size)], or one for all.
         group_size: neighbouring columns with one scale; the last group may be smaller.
+        out: of the codes' shape, of any dtype.
     """
+    if out is not None and codes.element_size() == 1 and _write(out, codes, 256, scales, zeros, group_size):
+        return out
     values = codes.to(torch.float32, memory_format=torch.contiguous_format)  # itself, if they are floats already
     if isinstance(zeros, int):
         if zeros:
@@ -117,6 +174,24 @@ def unpack_awq(words: torch.Tensor) -> torch.Tensor:
     for nibble, column in enumerate(_AWQ_ORDER):
         columns[:, column].copy_((transposed >> 4 * nibble).bitwise_and_(15))
     return columns.view(-1, len(words))
+
+
+def dequantise_affine_packed(
+    words: torch.Tensor,
+    bits: int,
+    columns: int,
+    scales: torch.Tensor,
+    biases: torch.Tensor,
+    group_size: int,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return what ``dequantise_affine`` does for codes that are packed in words, as ``unpack_bits`` has them."""
+    if out is not None and bits in (4, 8):
+        codes = _octets(words)
+        if decode_groups(out, codes, _table(codes.dtype, 1 << bits), scales, group_size, biases=biases):
+            return out
+    return dequantise_affine(unpack_floats(words, bits, columns), scales, biases, group_size)
 
 
 def dequantise_affine(codes: torch.Tensor, scales: torch.Tensor, biases: torch.Tensor, group_size: int) -> torch.Tensor:

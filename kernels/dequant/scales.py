@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["e8m0_to_float", "scale_blocks"]
+__all__ = ["e8m0_to_float", "row_scales", "scale_blocks"]
 
 _SMALLEST, _NAN = 0x00400000, 0x7FC00000  # the bits of 2**-127 and of a NaN in float32
 
@@ -17,6 +17,24 @@ def e8m0_to_float(exponents: torch.Tensor) -> torch.Tensor:
     return bits.view(torch.float32)
 
 
+def row_scales(scales: torch.Tensor, block_rows: int, first_row: int, num_rows: int) -> torch.Tensor:
+    """Return the scales of some rows, [num_rows, as many], or the only row of scales for all.
+
+    Args:
+        scales: [ceil(all rows / block rows), any], or one row.
+        block_rows: rows that have one scale.
+        first_row: the first of the rows.
+        num_rows: how many.
+    """
+    if len(scales) == 1:
+        return scales
+    first, last = first_row // block_rows, (first_row + num_rows - 1) // block_rows
+    scales = scales[first : last + 1]
+    if block_rows == 1:
+        return scales
+    return scales[torch.arange(first_row, first_row + num_rows, device=scales.device) // block_rows - first]
+
+
 def scale_blocks(x: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], first_row: int) -> torch.Tensor:
     """Multiply rows of a matrix in place by the scales of its blocks, and return them. The last blocks may be partial.
 
@@ -27,12 +45,7 @@ def scale_blocks(x: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], 
     """
     num_rows, columns = x.shape
     block_rows, block_columns = block
-    if len(scales) > 1:
-        first, last = first_row // block_rows, (first_row + num_rows - 1) // block_rows
-        scales = scales[first : last + 1]
-        if block_rows > 1:
-            of_row = torch.arange(first_row, first_row + num_rows, device=x.device) // block_rows - first
-            scales = scales[of_row]
+    scales = row_scales(scales, block_rows, first_row, num_rows)
     if scales.shape[1] == 1:
         return x.mul_(scales)
     if columns == scales.shape[1] * block_columns:

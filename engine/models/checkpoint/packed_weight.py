@@ -60,12 +60,16 @@ class PackedWeight(ABC):
     row_multiple: int = 1
 
     @abstractmethod
-    def dequantise(self, parts: Mapping[str, torch.Tensor], rows: range) -> torch.Tensor:
-        """Return rows of one matrix, float32 [len(rows), columns], which the caller may change.
+    def dequantise(
+        self, parts: Mapping[str, torch.Tensor], rows: range, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return rows of one matrix, float32 [len(rows), columns], which the caller may change; or write them.
 
         Args:
             parts: of one matrix, without leading dimensions; of those in ``read_by_rows`` only the ``rows``.
             rows: begins at a multiple of ``row_multiple``, and ends at one or at the last row.
+            out: [len(rows), columns], of any dtype and device. A format that can write the rows there at once does so,
+                and returns it.
         """
 
     @property
@@ -131,10 +135,12 @@ def _read_matrix(
     for start in range(first // multiple * multiple, last, step):
         rows = range(start, min(start + step, -(-last // multiple) * multiple, all_rows))
         by_rows = {name: _read_part(files, packed, name, index, rows) for name in packed.read_by_rows}
-        block = packed.dequantise(whole | by_rows, rows)
         wanted = range(max(first, rows.start), min(last, rows.stop))
-        block = block[wanted.start - rows.start : wanted.stop - rows.start, columns]
-        out[wanted.start - first : wanted.stop - first].copy_(block)
+        target = out[wanted.start - first : wanted.stop - first]
+        is_whole = wanted == rows and target.shape[1] == all_columns
+        block = packed.dequantise(whole | by_rows, rows, target if is_whole else None)
+        if block.data_ptr() != target.data_ptr():  # else it is written already
+            target.copy_(block[wanted.start - rows.start : wanted.stop - rows.start, columns])
 
 
 def _read_part(files: TensorFiles, packed: PackedWeight, name: str, index: int, rows: range | None) -> torch.Tensor:

@@ -23,7 +23,9 @@ class _TransposedWeight(PackedWeight):
         """Take the format's name, which is the class's own elsewhere."""
         object.__setattr__(self, "format", self.inner.format)
 
-    def dequantise(self, parts: Mapping[str, torch.Tensor], rows: range) -> torch.Tensor:
+    def dequantise(
+        self, parts: Mapping[str, torch.Tensor], rows: range, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return the rows of one matrix."""
         stored = self.inner.dequantise(parts, range(self.matrix_shape[1]))
         return stored.T[rows.start : rows.stop].contiguous()

@@ -15,6 +15,7 @@ STRUCTURES = {
     bindings.CRows: "pagoda_rows",
     bindings.CAttentionCall: "pagoda_attention_call",
     bindings.CExperts: "pagoda_experts",
+    bindings.CGroupedCodes: "pagoda_grouped_codes",
     bindings.CLayer: "pagoda_layer",
     bindings.CLimits: "pagoda_limits",
     bindings.CStep: "pagoda_step",

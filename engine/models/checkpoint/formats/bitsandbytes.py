@@ -50,7 +50,9 @@ class Bitsandbytes4Weight(PackedWeight):
     nested_block_size: int | None
     offset: float
 
-    def dequantise(self, parts: Mapping[str, torch.Tensor], rows: range) -> torch.Tensor:
+    def dequantise(
+        self, parts: Mapping[str, torch.Tensor], rows: range, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return rows of the matrix in float32."""
         columns = self.shape[-1]
         first, last = rows.start * columns, rows.stop * columns
@@ -66,7 +68,8 @@ class Bitsandbytes4Weight(PackedWeight):
         else:
             scales = scales[first_block:last_block]
         own_first = first - first_block * self.block_size
-        values = dequantise_4bit(octets, parts["table"].view(-1), scales, self.block_size, own_first)
+        table, elements = parts["table"].view(-1), None if out is None else out.view(-1)
+        values = dequantise_4bit(octets, table, scales, self.block_size, own_first, out=elements)
         return values[: last - first].view(len(rows), columns)
 
 
@@ -76,7 +79,9 @@ class Bitsandbytes8Weight(PackedWeight):
 
     format = "bitsandbytes 8-bit"
 
-    def dequantise(self, parts: Mapping[str, torch.Tensor], rows: range) -> torch.Tensor:
+    def dequantise(
+        self, parts: Mapping[str, torch.Tensor], rows: range, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return rows of the matrix in float32."""
         return dequantise_int8(parts["weight"], parts["maxima"].view(-1)[rows.start : rows.stop])
 

@@ -20,7 +20,13 @@ import torch
 from engine.models.checkpoint.formats.groups import group_size_of, sizes_in
 from engine.models.checkpoint.formats.module_tensors import ModuleTensors
 from engine.models.checkpoint.packed_weight import PackedWeight
-from kernels.dequant.integers import dequantise_groups, dequantise_ordered, unpack_bits, unpack_floats
+from kernels.dequant.integers import (
+    dequantise_groups,
+    dequantise_ordered,
+    dequantise_packed,
+    unpack_bits,
+    unpack_floats,
+)
 
 __all__ = ["CompressedIntegers", "compressed_integers"]
 
@@ -43,16 +49,19 @@ class CompressedIntegers(PackedWeight):
     is_packed: bool
     group_size: int
 
-    def dequantise(self, parts: Mapping[str, torch.Tensor], rows: range) -> torch.Tensor:
+    def dequantise(
+        self, parts: Mapping[str, torch.Tensor], rows: range, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return rows of one matrix in float32."""
         codes, scales, columns = parts["codes"], parts["scale"], self.shape[-1]
         scales = scales.view(-1, 1) if scales.dim() < 2 else scales
-        offset = 0
-        if self.is_packed:
-            codes, offset = unpack_floats(codes, self.bits, columns), 1 << self.bits - 1
-        zeros = self._zero_points(parts, rows, offset)
+        zeros = self._zero_points(parts, rows, 1 << self.bits - 1 if self.is_packed else 0)
         if (group_of := parts.get("group index")) is None or bool((group_of == -1).all()):
-            return dequantise_groups(codes, scales, zeros, self.group_size)
+            if self.is_packed:
+                return dequantise_packed(codes, self.bits, columns, scales, zeros, self.group_size, out=out)
+            return dequantise_groups(codes, scales, zeros, self.group_size, out=out)
+        if self.is_packed:
+            codes = unpack_floats(codes, self.bits, columns)
         group_of = group_of.long()
         if columns and not 0 <= int(group_of.min()) <= int(group_of.max()) < scales.shape[1]:
             raise self.error("group index", f"names groups outside the {scales.shape[1]} that have scales")

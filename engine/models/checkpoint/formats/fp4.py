@@ -18,6 +18,7 @@ import torch
 from engine.models.checkpoint.formats.module_tensors import ModuleTensors
 from engine.models.checkpoint.packed_weight import PackedWeight
 from kernels.dequant.fp4 import dequantise_fp4
+from kernels.dequant.fp8 import e4m3_to_float
 from kernels.dequant.scales import e8m0_to_float
 
 __all__ = ["Mxfp4Weight", "Nvfp4Weight", "TransposedMxfp4Weight", "fp4_weights"]
@@ -34,13 +35,15 @@ class Nvfp4Weight(PackedWeight):
     format = "NVFP4"
     divides: bool
 
-    def dequantise(self, parts: Mapping[str, torch.Tensor], rows: range) -> torch.Tensor:
+    def dequantise(
+        self, parts: Mapping[str, torch.Tensor], rows: range, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return rows of the matrix in float32."""
-        scales = parts["scale"].float()
+        scales = e4m3_to_float(parts["scale"])
         if (factor := parts.get("global scale")) is not None:
             factor = factor.float().view(1, 1)
             scales = scales / factor if self.divides else scales * factor
-        return dequantise_fp4(parts["weight"], scales, _NV_GROUP)
+        return dequantise_fp4(parts["weight"], scales, _NV_GROUP, out=out)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -49,9 +52,11 @@ class Mxfp4Weight(PackedWeight):
 
     format = "MXFP4"
 
-    def dequantise(self, parts: Mapping[str, torch.Tensor], rows: range) -> torch.Tensor:
+    def dequantise(
+        self, parts: Mapping[str, torch.Tensor], rows: range, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return rows of the matrix in float32."""
-        return dequantise_fp4(parts["weight"], e8m0_to_float(parts["scale"]), _MX_GROUP)
+        return dequantise_fp4(parts["weight"], e8m0_to_float(parts["scale"]), _MX_GROUP, out=out)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,7 +65,9 @@ class TransposedMxfp4Weight(PackedWeight):
 
     format = "MXFP4"
 
-    def dequantise(self, parts: Mapping[str, torch.Tensor], rows: range) -> torch.Tensor:
+    def dequantise(
+        self, parts: Mapping[str, torch.Tensor], rows: range, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return rows of one matrix in float32."""
         groups = slice(rows.start // _MX_GROUP, -(-rows.stop // _MX_GROUP))
         octets = parts["blocks"][:, groups].flatten(1)

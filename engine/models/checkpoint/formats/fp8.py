@@ -38,11 +38,13 @@ class Fp8Weight(PackedWeight):
     format = "FP8"
     block: tuple[int, int]
 
-    def dequantise(self, parts: Mapping[str, torch.Tensor], rows: range) -> torch.Tensor:
+    def dequantise(
+        self, parts: Mapping[str, torch.Tensor], rows: range, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return rows of one matrix in float32."""
         scale = parts["scale"]
         scale = scale.view(-1, 1) if scale.dim() < 2 else scale
-        return dequantise_fp8(parts["weight"], scale, self.block, rows.start)
+        return dequantise_fp8(parts["weight"], scale, self.block, rows.start, out=out)
 
 
 def fp8_weights(module: ModuleTensors) -> Iterator[PackedWeight]:

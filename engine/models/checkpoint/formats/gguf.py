@@ -37,11 +37,15 @@ class GgufPacked(PackedWeight):
     has_one_added: bool
     is_transposed: bool
 
-    def dequantise(self, parts: Mapping[str, torch.Tensor], rows: range) -> torch.Tensor:
+    def dequantise(
+        self, parts: Mapping[str, torch.Tensor], rows: range, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return rows of one matrix in float32."""
         if self.is_transposed:
             columns = [self._columns(parts[name], kind, rows) for name, kind in self.types.items()]
             return torch.stack(columns, dim=1).flatten(0, 1).t()
+        if len(self.types) == 1 and not self.heads and not self.has_one_added:
+            return dequantise_gguf(parts[_FIRST], self.types[_FIRST], out=out)
         decoded = [dequantise_gguf(parts[name], kind) for name, kind in self.types.items()]
         values = decoded[0] if len(decoded) == 1 else torch.stack(decoded, dim=2).flatten(1)
         if self.heads:

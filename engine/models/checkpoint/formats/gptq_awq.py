@@ -22,7 +22,14 @@ from engine.models.checkpoint.formats.groups import group_size_of, sizes_in
 from engine.models.checkpoint.formats.module_tensors import ModuleTensors
 from engine.models.checkpoint.packed_weight import PackedWeight
 from engine.models.config.quantization import Quantization
-from kernels.dequant.integers import dequantise_groups, dequantise_ordered, unpack_awq, unpack_bits, unpack_floats
+from kernels.dequant.integers import (
+    dequantise_groups,
+    dequantise_ordered,
+    dequantise_packed,
+    unpack_awq,
+    unpack_bits,
+    unpack_floats,
+)
 
 __all__ = ["AwqWeight", "GptqWeight", "gptq_awq_weights"]
 
@@ -48,24 +55,26 @@ class GptqWeight(PackedWeight):
     group_size: int
     stores_minus_one: bool
 
-    def dequantise(self, parts: Mapping[str, torch.Tensor], rows: range) -> torch.Tensor:
+    def dequantise(
+        self, parts: Mapping[str, torch.Tensor], rows: range, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return rows of the matrix in float32."""
         columns, bits, own = self.shape[-1], self.bits, slice(rows.start, rows.stop)
-        codes = unpack_floats(parts["qweight"][:, own].t().contiguous(), bits, columns)
+        codes = parts["qweight"][:, own].t().contiguous()
         words = parts["qzeros"][:, rows.start * bits // 32 : -(-rows.stop * bits // 32)].contiguous()
         zeros = unpack_bits(words, bits, len(rows)).t()
         if self.stores_minus_one:
             zeros = (zeros + 1) & (1 << bits) - 1
         scales = parts["scales"][:, own].t()
         if (group_of := parts.get("g_idx")) is None:
-            return dequantise_groups(codes, scales, zeros, self.group_size)
+            return dequantise_packed(codes, bits, columns, scales, zeros, self.group_size, out=out)
         size = -(-columns // scales.shape[1])
         if torch.equal(group_of, torch.arange(columns, dtype=group_of.dtype) // size):  # no desc_act
-            return dequantise_groups(codes, scales, zeros, size)
+            return dequantise_packed(codes, bits, columns, scales, zeros, size, out=out)
         group_of = group_of.long()
         if columns and not 0 <= int(group_of.min()) <= int(group_of.max()) < scales.shape[1]:
             raise self.error("g_idx", f"names groups outside the {scales.shape[1]} that have scales")
-        return dequantise_ordered(codes, scales, zeros, group_of)
+        return dequantise_ordered(unpack_floats(codes, bits, columns), scales, zeros, group_of)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -75,7 +84,9 @@ class AwqWeight(PackedWeight):
     format = "AWQ"
     group_size: int
 
-    def dequantise(self, parts: Mapping[str, torch.Tensor], rows: range) -> torch.Tensor:
+    def dequantise(
+        self, parts: Mapping[str, torch.Tensor], rows: range, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return rows of the matrix in float32."""
         words = slice(rows.start // 8, -(-rows.stop // 8))
         codes, zeros = (unpack_awq(parts[name][:, words]) for name in ("qweight", "qzeros"))

@@ -22,7 +22,7 @@ from engine.models.checkpoint.formats.fp8 import Fp8Weight
 from engine.models.checkpoint.formats.module_tensors import ModuleTensors
 from engine.models.checkpoint.packed_weight import PackedWeight
 from engine.models.checkpoint.safetensors_header import StoredTensor
-from kernels.dequant.integers import dequantise_affine, unpack_floats
+from kernels.dequant.integers import dequantise_affine_packed
 
 __all__ = ["MlxWeight", "mlx_weights"]
 
@@ -47,10 +47,12 @@ class MlxWeight(PackedWeight):
     bits: int
     group_size: int
 
-    def dequantise(self, parts: Mapping[str, torch.Tensor], rows: range) -> torch.Tensor:
+    def dequantise(
+        self, parts: Mapping[str, torch.Tensor], rows: range, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return rows of the matrix in float32."""
-        codes = unpack_floats(parts["weight"], self.bits, self.shape[-1])
-        return dequantise_affine(codes, parts["scales"], parts["biases"], self.group_size)
+        words, scales, biases = parts["weight"], parts["scales"], parts["biases"]
+        return dequantise_affine_packed(words, self.bits, self.shape[-1], scales, biases, self.group_size, out=out)
 
 
 def mlx_weights(module: ModuleTensors) -> Iterator[PackedWeight]:
