@@ -1,0 +1,205 @@
+"""Seconds to read quantised weights in bfloat16, beside reading their bytes and writing as many in bfloat16.
+
+    python -m benchmarks.quantised_loading --rounds 5 --out result.json
+
+A checkpoint of random codes is written for each format, of `--matrices` of 4096 x 4096 weights. Its files are in the
+page cache. *plain* reads their bytes and fills new memory for the weights in bfloat16, on as many threads as loading
+has; *load* reads, dequantises and checks the weights, as an engine does. They alternate, and *x plain* is the median of
+the ratios. CPU seconds are those of all threads: where other work takes the processor, they are what can be compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from benchmarks.loading import CPU, Run, plain_read
+from benchmarks.machine import describe, release_memory
+from benchmarks.result_file import write_result
+from engine.models.checkpoint.checkpoint import open_checkpoint
+from engine.models.checkpoint.finite import is_finite
+from engine.models.checkpoint.own_memory import own_memory
+from engine.models.checkpoint.read_ahead import NUM_THREADS
+
+__all__ = ["main"]
+
+SIZE, GROUP = 4096, 128
+MIB = 2**20
+Tensors = dict[str, torch.Tensor]
+
+
+def octets(*shape: int) -> torch.Tensor:
+    """Return random bytes."""
+    return torch.randint(0, 256, shape, dtype=torch.uint8)
+
+
+def words(*shape: int) -> torch.Tensor:
+    """Return random words."""
+    return octets(*shape[:-1], 4 * shape[-1]).view(torch.int32)
+
+
+def scales(*shape: int) -> torch.Tensor:
+    """Return positive numbers."""
+    return torch.rand(shape) / 100 + 0.001
+
+
+def fp8() -> Tensors:
+    """Return codes, none of them a NaN, and scales of 128 x 128 blocks."""
+    codes = (octets(SIZE, SIZE) & 0xBF).view(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale_inv": scales(SIZE // GROUP, SIZE // GROUP)}
+
+
+def nvfp4() -> Tensors:
+    """Return ModelOpt's codes, FP8 scales of 16 columns, and the scale of those."""
+    own = scales(SIZE, SIZE // 16).to(torch.float8_e4m3fn)
+    return {"weight": octets(SIZE, SIZE // 2), "weight_scale": own, "weight_scale_2": torch.tensor(0.01)}
+
+
+def int4() -> Tensors:
+    """Return words of compressed-tensors, symmetric."""
+    own = scales(SIZE, SIZE // GROUP).bfloat16()
+    return {
+        "weight_packed": words(SIZE, SIZE // 8),
+        "weight_scale": own,
+        "weight_shape": torch.tensor([SIZE, SIZE]),
+    }
+
+
+def gptq() -> Tensors:
+    """Return words that are packed along the inputs."""
+    groups = SIZE // GROUP
+    return {
+        "qweight": words(SIZE // 8, SIZE),
+        "qzeros": words(groups, SIZE // 8),
+        "scales": scales(groups, SIZE).half(),
+    }
+
+
+def awq() -> Tensors:
+    """Return words that are packed along the outputs."""
+    groups = SIZE // GROUP
+    return {
+        "qweight": words(SIZE, SIZE // 8),
+        "qzeros": words(groups, SIZE // 8),
+        "scales": scales(groups, SIZE).half(),
+    }
+
+
+def nf4() -> Tensors:
+    """Return codes of bitsandbytes with scales of 64 elements."""
+    state = json.dumps({"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [SIZE, SIZE]}).encode()
+    return {
+        "weight": octets(SIZE * SIZE // 2, 1),
+        "weight.absmax": scales(SIZE * SIZE // 64),
+        "weight.quant_map": torch.linspace(-1, 1, 16),
+        "weight.quant_state.bitsandbytes__nf4": torch.frombuffer(bytearray(state), dtype=torch.uint8),
+    }
+
+
+FORMATS: dict[str, tuple[Callable[[], Tensors], dict[str, Any]]] = {
+    "FP8": (fp8, {"quant_method": "fp8", "weight_block_size": [GROUP, GROUP]}),
+    "NVFP4": (nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
+    "int4": (int4, {"quant_method": "compressed-tensors"}),
+    "GPTQ": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP}),
+    "AWQ": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP}),
+    "NF4": (nf4, {"quant_method": "bitsandbytes", "load_in_4bit": True}),
+}
+
+
+def write_checkpoint(directory: Path, name: str, num_matrices: int) -> None:
+    """Write a checkpoint of one format."""
+    build, config = FORMATS[name]
+    tensors = {f"model.{index}.{part}": tensor for index in range(num_matrices) for part, tensor in build().items()}
+    save_file(tensors, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps({"quantization_config": config}))
+
+
+def plain(directory: Path, num_matrices: int) -> None:
+    """Read the file, and fill memory for the weights in bfloat16."""
+    plain_read([directory / "model.safetensors"], NUM_THREADS, MIB)
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        list(pool.map(lambda _: own_memory((SIZE, SIZE), torch.bfloat16).fill_(1.0), range(num_matrices)))
+
+
+def load(directory: Path) -> None:
+    """Read the weights, on threads."""
+
+    def read(name: str) -> torch.Tensor:
+        weight = own_memory((SIZE, SIZE), torch.bfloat16)
+        checkpoint.read_into(weight, name)
+        assert is_finite(weight)
+        return weight
+
+    with open_checkpoint(directory) as checkpoint, ThreadPoolExecutor(NUM_THREADS) as pool:
+        list(pool.map(read, checkpoint.names))
+
+
+def timed(run: Callable[[], object]) -> Run:
+    """Return the seconds of ``run``."""
+    release_memory(CPU)
+    before, started = resource.getrusage(resource.RUSAGE_SELF), perf_counter()
+    run()
+    seconds, after = perf_counter() - started, resource.getrusage(resource.RUSAGE_SELF)
+    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return Run(round(seconds, 6), round(used, 6))
+
+
+def results(names: list[str], num_matrices: int, rounds: int) -> Iterator[dict[str, Any]]:
+    """Yield what was measured for each format."""
+    for name in names:
+        with tempfile.TemporaryDirectory(prefix="pg-quantised-") as temporary:
+            directory = Path(temporary)
+            write_checkpoint(directory, name, num_matrices)
+            load(directory)  # compiles the kernels
+            runs = [
+                (timed(lambda: plain(directory, num_matrices)), timed(lambda: load(directory)))  # noqa: B023
+                for _ in range(rounds)
+            ]
+            yield {
+                "format": name,
+                "gb": round((directory / "model.safetensors").stat().st_size / 1e9, 3),
+                "plain_s": statistics.median(base.seconds for base, _ in runs),
+                "load_s": statistics.median(own.seconds for _, own in runs),
+                "over_plain": round(statistics.median(own.seconds / base.seconds for base, own in runs), 3),
+                "plain_cpu_s": statistics.median(base.cpu_seconds for base, _ in runs),
+                "load_cpu_s": statistics.median(own.cpu_seconds for _, own in runs),
+                "cpu_over_plain": round(statistics.median(own.cpu_seconds / base.cpu_seconds for base, own in runs), 3),
+                "runs": [[asdict(item) for item in of_round] for of_round in runs],  # plain, loading
+            }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure, print a table, and write JSON to ``--out``."""
+    parser = argparse.ArgumentParser(description="Loading of quantised weights beside plain reading and writing.")
+    parser.add_argument("--matrices", type=int, default=17, help="of 4096 x 4096 weights")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--formats", nargs="+", choices=list(FORMATS), default=list(FORMATS))
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(arguments)
+    load_average, measured = os.getloadavg()[0], []
+    columns = ("gb", "plain_s", "load_s", "over_plain", "plain_cpu_s", "load_cpu_s", "cpu_over_plain")
+    print(f"{'format':8}" + "".join(f"{column:>15}" for column in columns))
+    for result in results(options.formats, options.matrices, options.rounds):
+        measured.append(result)
+        print(f"{result['format']:8}" + "".join(f"{result[column]:15.3f}" for column in columns), flush=True)
+    if options.out:
+        document = {"machine": describe(CPU), "load_average_before": round(load_average, 2)}
+        document |= {"weights": options.matrices * SIZE * SIZE, "threads": NUM_THREADS, "results": measured}
+        write_result(options.out, document)
+
+
+if __name__ == "__main__":
+    main()
