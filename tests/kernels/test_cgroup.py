@@ -75,6 +75,11 @@ def test_the_lowest_quota_of_a_group_and_its_ancestors_counts(tmp_path: Path, li
     assert _cpus(tmp_path, V1.format("/pods/one/c")) == 2
 
 
+def test_the_name_of_a_group_may_have_a_colon(tmp_path: Path) -> None:
+    _write(tmp_path / "fs" / "pods" / "a:b", cpu__max="300000 100000")
+    assert _cpus(tmp_path, V2.format("/pods/a:b")) == 3
+
+
 @pytest.mark.parametrize("path", ["/docker/1f", "/../other", "/"])
 @pytest.mark.parametrize("membership", [V1, V2])
 def test_a_container_sees_its_own_group_as_the_root(tmp_path: Path, membership: str, path: str) -> None:

@@ -60,6 +60,15 @@ def test_another_users_home_directory_serves_for_what_is_there(unwritable: Path,
     assert home_for(".cache/pagoda") == private
 
 
+def test_a_file_where_a_directory_is_needed_makes_a_home_directory_unusable(
+    tmp_path: Path, private: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / ".cache").write_text("")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert home_for(".cache/pagoda") == private
+
+
 @pytest.mark.usefixtures("no_home")
 @pytest.mark.parametrize("kind", ["for others", "link", "file"])
 def test_a_directory_that_others_may_have_made_is_refused(private: Path, tmp_path: Path, kind: str) -> None:
@@ -70,8 +79,10 @@ def test_a_directory_that_others_may_have_made_is_refused(private: Path, tmp_pat
         private.symlink_to(tmp_path)
     else:
         private.write_text("")
-    with pytest.raises(OSError, match=private.name):
+    with pytest.raises(OSError, match=private.name) as error:
         home_for(".ray/auth_token")
+    if kind != "file":
+        assert error.value.strerror == "it is not a directory of this user alone"
 
 
 @pytest.mark.usefixtures("no_home")

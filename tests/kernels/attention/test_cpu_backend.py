@@ -89,6 +89,13 @@ def test_short_decodes_are_not_padded_to_a_long_one() -> None:
     assert sorted(group.slots.shape[0] for group in plan.decode_groups) == [3 * 32, 1000]
 
 
+@pytest.mark.parametrize(("shorter", "groups"), [(500, [2 * 1000]), (499, [499, 1000])])
+def test_a_decode_of_half_the_longest_length_is_padded_to_it(shorter: int, groups: list[int]) -> None:
+    batch = make_batch([(1, 1000), (1, shorter)], Shape(num_heads=1, num_kv_heads=1, head_dim=8))
+    plan = make_plan(batch.metadata, 16, None)
+    assert sorted(group.slots.shape[0] for group in plan.decode_groups) == groups
+
+
 def test_a_whole_prompt_within_the_window_is_a_plain_causal_triangle() -> None:
     """Torch's operator skips what such a mask hides; other chunks are cut into tiles."""
     batch = make_batch([(600, 600), (600, 601)], Shape(num_heads=1, num_kv_heads=1, head_dim=8))

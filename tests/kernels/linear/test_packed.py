@@ -48,3 +48,10 @@ def test_inputs_of_another_type_are_converted() -> None:
     product = PackedLinears(torch.float32).layer(layer)(x)
     assert product.dtype is torch.float64
     torch.testing.assert_close(product, layer(x.float()).double(), rtol=1e-5, atol=1e-5)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_packed_weights_count_as_memory_of_the_layer(dtype: torch.dtype) -> None:
+    layer = PackedLinears(dtype).layer(_layer(dtype, width=64, outputs=64))
+    assert sum(parameter.nbytes for parameter in layer.parameters()) >= 64 * 64 * dtype.itemsize
