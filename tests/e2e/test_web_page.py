@@ -142,7 +142,7 @@ def test_the_page_works_with_the_keyboard_alone(open_page: Opener, server: Serve
     page.keyboard.type("two")
     page.keyboard.press("Enter")
     answer = page.locator(".assistant")
-    page.wait_for_function("/\\w/.test(document.querySelector('.assistant .text')?.textContent)")  # in its next frame
+    answer.locator(".text", has_text=re.compile(r"\w")).wait_for()  # looks in each frame, without eval
     page.may_fail = True  # a request that is cut off counts as failed
     with stopped_engines(server):  # or the answer might end by itself
         assert page.locator(".user").inner_text() == "one\ntwo"
@@ -201,7 +201,7 @@ def test_the_heat_map_agrees_with_the_metrics(open_page: Opener, server: Server)
     assert len(before) == 2
     answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": [300] * 1000, "max_tokens": 1}, timeout=HANG_S)
     replica = answer.headers["x-pagoda-replica"]
-    page.wait_for_function(f"before => ({picture})().some((image, index) => image !== before[index])", arg=before)
+    until(lambda: page.evaluate(picture) != before, "a picture of the load changes")
 
     tile = page.locator(f"[data-replica='{replica}']")
 
