@@ -19,7 +19,7 @@ NewId = Callable[[CallStart], str]
 
 @dataclass(frozen=True)
 class CallIds:
-    """Makes the ids of an answer's calls, none of which is used twice in a conversation.
+    """Makes the ids of an answer's calls. No id is used twice in a conversation.
 
     An id that the model has written is kept, unless an earlier call has it: clients find a call's result by its id.
 

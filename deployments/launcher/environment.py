@@ -66,7 +66,7 @@ def _unproxied() -> dict[str, str]:
 
 
 def _listening(host: str) -> dict[str, str]:
-    """Return what tells HAProxy of a host for which Ray writes the same as for another one."""
+    """Return the variables by which HAProxy listens on ``host`` where Ray configures it as for another host."""
     return {IPV6_VARIABLE: "1"} if host == "::" else {}
 
 

@@ -161,7 +161,7 @@ def dequantise_ordered(
 
 
 def unpack_awq(words: torch.Tensor) -> torch.Tensor:
-    """Return the 4-bit integers of AWQ's words, of which each holds neighbouring columns in an order of its own.
+    """Return the 4-bit integers of AWQ's words. Each word holds neighbouring columns in an order of its own.
 
     Args:
         words: int32 [num_rows, columns / 8].

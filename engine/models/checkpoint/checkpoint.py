@@ -153,7 +153,7 @@ class Checkpoint:
         """Return one tensor, or only the ``shard`` of it, on the CPU and in the checkpoint's own dtype.
 
         It is a view of the mapped file and may outlive the checkpoint. Only the parts that are touched are read. A
-        quantised weight is no view: it is dequantised to float32.
+        quantised weight is not a view: it is dequantised to float32.
         """
         stored = self._stored[name]
         if isinstance(stored, PackedWeight):

@@ -77,10 +77,10 @@ def with_stored_head(config: ModelConfig, checkpoint: Checkpoint, dtype: torch.d
 
 
 def _are_equal(checkpoint: Checkpoint, first: str, second: str, dtype: torch.dtype) -> bool:
-    """Return whether two weights are equal in ``dtype``."""
+    """Return whether two weights are equal in ``dtype``; a quantised one and another that is not are different."""
     shape = checkpoint.shape_of(first)
-    if checkpoint.shape_of(second) != shape:
-        return False
+    if checkpoint.shape_of(second) != shape or checkpoint.is_packed(first) != checkpoint.is_packed(second):
+        return False  # quantised rows may take the whole weight to read
     num_rows = shape[0] if shape else 0
     for start in range(0, num_rows, _COMPARED_ROWS):
         rows = Shard(0, num_rows, start, min(start + _COMPARED_ROWS, num_rows))

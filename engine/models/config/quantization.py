@@ -93,40 +93,40 @@ def read_quantization(directory: Path, raw: Mapping[str, Any]) -> Quantization:
     text = raw.get("text_config")
     for fields in (raw, text if isinstance(text, Mapping) else {}):
         for name in _FIELDS:
-            if found := fields.get(name):
-                return _checked(found, file, name)
+            if value := fields.get(name):
+                return _checked(value, file, name)
     file = directory / _MODELOPT_FILE
     if not file.is_file():
         return Quantization()
     try:
-        found = read_json(file).get("quantization")
+        value = read_json(file).get("quantization")
     except OSError as error:
         raise ModelLoadError(f"'{file}' could not be read: {error}") from error
-    return _checked({"quant_method": "modelopt"} | found if isinstance(found, dict) else found, file, "quantization")
+    return _checked({"quant_method": "modelopt"} | value if isinstance(value, dict) else value, file, "quantization")
 
 
-def _checked(found: object, file: Path, name: str) -> Quantization:
-    if not isinstance(found, dict):
-        raise ModelLoadError(f"{name}={shown(found)} of '{file}' is not an object; correct it, or download it again")
-    method = found.get("quant_method")
-    if method is None and ("quant_algo" in found or "producer" in found):
+def _checked(fields: object, file: Path, name: str) -> Quantization:
+    if not isinstance(fields, dict):
+        raise ModelLoadError(f"{name}={shown(fields)} of '{file}' is not an object; correct it, or download it again")
+    method = fields.get("quant_method")
+    if method is None and ("quant_algo" in fields or "producer" in fields):
         method = "modelopt"
-    elif method is None and {"bits", "group_size"} <= found.keys():
+    elif method is None and {"bits", "group_size"} <= fields.keys():
         method = "mlx"
     if not isinstance(method, str) or method not in METHODS:
         raise ModelLoadError(
             f"'{file.parent}' is quantised ({'unknown' if method is None else method}), which is not supported; "
             f"{_REMEDY}"
         )
-    quantization = Quantization(METHODS[method], found, file)
+    quantization = Quantization(METHODS[method], fields, file)
     for key, known in _LAYOUTS.get(METHODS[method], {}).items():
-        value = found.get(key)
+        value = fields.get(key)
         if value is not None and (value.lower() if isinstance(value, str) else value) not in known:
             raise quantization.error(f"has {key}={shown(value)}, and only {listed(known)} can be read")
-    transforms = found.get("transform_config")
+    transforms = fields.get("transform_config")
     if isinstance(transforms, dict) and transforms.get("config_groups"):
         raise quantization.error("has a transform_config: weights and activations are rotated, which is not computed")
-    sparsity = found.get("sparsity_config")
+    sparsity = fields.get("sparsity_config")
     if isinstance(sparsity, dict) and sparsity.get("format", "dense") != "dense":
         raise quantization.error(f"has a sparsity_config with the format {shown(sparsity['format'])}, not 'dense'")
     return quantization

@@ -51,7 +51,7 @@ class Cursor:
         return int(number)
 
     def count(self, form: str, smallest: int, what: str) -> int:
-        """Return the next number, of things that take ``smallest`` bytes or more each; so many must still follow."""
+        """Return the next number, a count: as many items of ``smallest`` bytes or more must still follow."""
         number = self.integer(form, what)
         if number * smallest > min(self.size, MAX_HEADER_BYTES) - self.position:
             raise FormatError(f"{what} is {number}, and it has only {self.size} bytes")

@@ -56,7 +56,7 @@ class GgufWeight:
     Attributes:
         parts: the stored tensor, or the two whose rows or columns alternate.
         shape: of the weight as transformers has it.
-        heads: if not 0, element i of the first half of each of so many heads is stored beside element i of the second
+        heads: if not 0, element i of the first half of each of this many heads is stored beside element i of the second
             half, so that RoPE rotates neighbours (Llama's queries and keys).
         has_one_added: 1 is to be subtracted (Gemma's norms, which multiply by 1 + their weight).
         is_transposed: rows are stored as columns, the matrices of experts one after another (GPT-OSS).

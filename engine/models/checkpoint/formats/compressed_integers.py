@@ -68,7 +68,7 @@ class CompressedIntegers(PackedWeight):
         return dequantise_ordered(codes, scales, zeros, group_of)
 
     def _zero_points(self, parts: Mapping[str, torch.Tensor], rows: range, offset: int) -> torch.Tensor | int:
-        """Return what is subtracted from the codes, of which ``offset`` means zero without zero points."""
+        """Return what is subtracted from the codes: without zero points the code ``offset`` means zero."""
         zeros = parts.get("zero point")
         if zeros is None:
             return offset

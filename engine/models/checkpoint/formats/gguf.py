@@ -103,7 +103,7 @@ def _bytes(tensor: GgufTensor, files: Mapping[Path, int]) -> StoredTensor:
 
 
 def _row_multiple(name: str, weight: GgufWeight) -> int:
-    """Return of which multiple rows are dequantised at once: whole heads, or whole blocks of what is transposed."""
+    """Return the multiple of rows that is dequantised at once: whole heads, or whole blocks that are transposed."""
     if weight.is_transposed:
         return max(tensor.type.block_elements for tensor in weight.parts)
     if not weight.heads:

@@ -26,14 +26,14 @@ def group_size_of(columns: int, num_groups: int, sizes: Iterable[int]) -> int | 
 
 def sizes_in(value: Any, key: str = "group_size") -> list[int]:
     """Return the positive integers that ``key`` has anywhere in a JSON value, in order and each once."""
-    found: dict[int, None] = {}
+    sizes: dict[int, None] = {}
     waiting = [value]
     while waiting:
         item = waiting.pop()
         if isinstance(item, dict):
             if type(size := item.get(key)) is int and 0 < size < 2**31:
-                found[size] = None
+                sizes[size] = None
             waiting.extend(reversed(list(item.values())))
         elif isinstance(item, list):
             waiting.extend(reversed(item))
-    return list(found)
+    return list(sizes)

@@ -146,9 +146,9 @@ def _sizes(module: ModuleTensors, words: int, num_groups: int) -> tuple[int, int
         bits, group_size = fields.get("bits"), fields.get("group_size")
         if type(bits) is type(group_size) is int and bits in _BITS and bits * group_size * num_groups == words * 32:
             return bits, group_size
-    found = {key: module.quantization.fields.get(key) for key in ("bits", "group_size")}
+    sizes = {key: module.quantization.fields.get(key) for key in ("bits", "group_size")}
     raise module.error(
-        "weight", f"has {words} words and {num_groups} scales for each output, which the config's {found} do not give"
+        "weight", f"has {words} words and {num_groups} scales for each output, which the config's {sizes} do not give"
     )
 
 

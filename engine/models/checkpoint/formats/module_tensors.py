@@ -1,4 +1,4 @@
-"""ModuleTensors: the stored tensors of one module, of which each format takes those that it knows."""
+"""ModuleTensors: the stored tensors of one module; each format takes those that it knows."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@
 /* Rows of codes, and where their numbers go: (table[code] - zero) * scale + bias, rounded to float32 each time. */
 typedef struct {
     void *output;         /* [num_rows, columns], float32 or bfloat16 */
-    const uint8_t *codes; /* rows of bytes, of which each holds one code or two */
+    const uint8_t *codes; /* rows of bytes; each holds one code or two */
     const float *table;   /* [256], or [16] if a byte holds two codes */
     const float *scales;  /* [num_rows, num_groups] */
     const float *zeros;   /* of the scales' shape, or NULL */
