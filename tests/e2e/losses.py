@@ -183,7 +183,7 @@ def _ingresses_with_streams(server: Server) -> dict[str, int] | None:
 
 def _streams_by_ingress(server: Server) -> dict[str, int]:
     """Return the number of streams of each server that HAProxy knows, from its statistics."""
-    port = server.processes()[1].environ()["RAY_SERVE_HAPROXY_STATS_PORT"]
+    port = server.variable("RAY_SERVE_HAPROXY_STATS_PORT")
     text = httpx.get(f"http://127.0.0.1:{port}/stats;csv", timeout=HANG_S).raise_for_status().text
     rows = csv.DictReader(text.removeprefix("# ").splitlines())
     return {row["svname"]: int(row["scur"]) for row in rows if row["check_status"]}

@@ -196,6 +196,14 @@ class Server:
         launcher = psutil.Process(self.process.pid)
         return [launcher, *launcher.children(recursive=True)]
 
+    def variable(self, name: str) -> str:
+        """Return an environment variable that the launcher has set for its descendants; some may be ending."""
+        for process in self.processes()[1:]:
+            with suppress(psutil.Error):
+                if value := process.environ().get(name):
+                    return value
+        raise LookupError(name)
+
     def stop_at_once(self) -> None:
         """Interrupt the launcher twice, so that it waits neither for streams nor for Ray."""
         for _ in range(2):

@@ -158,7 +158,7 @@ def _check_stop(server: Server, number: signal.Signals) -> None:
     until(lambda: _health(server) == 200, "the server is healthy")
     processes = server.processes()
     assert len(processes) > 5
-    temporary = Path(processes[1].environ()["TMPDIR"])
+    temporary = Path(server.variable("TMPDIR"))
     assert list(temporary.glob("pymp-*"))  # of Ray's dashboard
     body = {"prompt": "Once", "max_tokens": 900, "ignore_eos": True, "stream": True}
     url = f"{server.url}/v1/completions"
