@@ -1,24 +1,32 @@
-"""KeyValue: what a layer of a model caches for each token. Models declare it; pools, copies and sizes follow from it.
+"""KeyValue and State: what a layer of a model caches. Models declare it; pools, copies and sizes follow from it.
 
 A declaration is of one tensor-parallel rank's share of a layer. It knows neither the model nor the dtype, and needs no
-torch.
+torch. A layer of attention declares a KeyValue, a recurrent one a State; one with both declares two.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["KeyValue", "bytes_per_token"]
+__all__ = ["KeyValue", "LayerCache", "State", "bytes_per_state", "bytes_per_token"]
+
+_STATE_ELEMENT_SIZE = 4
 
 
 @dataclass(frozen=True, slots=True)
 class KeyValue:
-    """A key and a value for each KV head and token."""
+    """A key and a value for each KV head and token.
+
+    Attributes:
+        window: the tokens, its own included, that a token attends to: what lies before them is not kept. None: all.
+    """
 
     heads: int
     key_dim: int
     value_dim: int
+    window: int | None = None
 
     @property
     def elements_per_token(self) -> int:
@@ -26,11 +34,37 @@ class KeyValue:
         return self.heads * (self.key_dim + self.value_dim)
 
 
-def bytes_per_token(layers: Iterable[KeyValue], element_size: int) -> int:
-    """Return the bytes that one token takes in the caches of ``layers``.
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a recurrence or a convolution remembers of a sequence's tokens so far: of each sequence, not of each token.
+
+    Every state is float32, whatever the weights are. A rounded state would depend on where a prompt's chunks end.
+
+    Attributes:
+        shapes: of the tensors that a sequence has, without the slot.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def elements(self) -> int:
+        """Numbers that one sequence takes."""
+        return sum(map(math.prod, self.shapes))
+
+
+LayerCache = KeyValue | State
+
+
+def bytes_per_token(layers: Iterable[LayerCache], element_size: int) -> int:
+    """Return the bytes that one token takes in the caches of ``layers``; states take none.
 
     Args:
         layers: what each layer caches.
         element_size: bytes of one element.
     """
-    return sum(layer.elements_per_token for layer in layers) * element_size
+    return sum(layer.elements_per_token for layer in layers if isinstance(layer, KeyValue)) * element_size
+
+
+def bytes_per_state(layers: Iterable[LayerCache]) -> int:
+    """Return the bytes that the states of one sequence take."""
+    return sum(layer.elements for layer in layers if isinstance(layer, State)) * _STATE_ELEMENT_SIZE

@@ -22,17 +22,24 @@ from engine.models.tensor_parallel import TensorParallel
 from kernels.attention.base import AttentionBackend, AttentionInputs
 from kernels.attention_metadata import AttentionMetadata
 from kernels.layer_ops.base import Addend, LayerCache, LayerOps, Rotation
+from kernels.recurrent.metadata import RecurrentMetadata
 
 __all__ = ["Decoder", "ForwardContext", "RowParallelLinear", "VocabParallelEmbedding"]
 
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """What the attention layers of one step share, passed to them explicitly: the model itself knows no sequences."""
+    """What the layers of one step share, passed to them explicitly: the model itself knows no sequences.
+
+    Attributes:
+        kv_cache: whose ``layers`` are the caches that the model declares, in that order.
+        recurrent: the step's batch for layers with states; None if the model has none.
+    """
 
     backend: AttentionBackend
     metadata: AttentionMetadata
     kv_cache: KVCache
+    recurrent: RecurrentMetadata | None = None
 
 
 class RowParallelLinear(nn.Linear):

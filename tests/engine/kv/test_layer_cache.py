@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from engine.kv.layer_cache import KeyValue, bytes_per_token
+from engine.kv.layer_cache import KeyValue, State, bytes_per_state, bytes_per_token
 
 
 def test_keys_and_values_count_for_every_head_of_every_layer() -> None:
     layers = [KeyValue(heads=2, key_dim=192, value_dim=128), KeyValue(heads=8, key_dim=64, value_dim=64)]
     assert [layer.elements_per_token for layer in layers] == [640, 1024]
     assert bytes_per_token(layers, element_size=2) == 2 * (640 + 1024)
+
+
+def test_states_take_memory_for_each_sequence_and_none_for_a_token() -> None:
+    layers = [KeyValue(heads=2, key_dim=8, value_dim=8), State(((4, 3), (2, 8, 8))), State(((5,),))]
+    assert bytes_per_token(layers, element_size=2) == 2 * 32
+    assert bytes_per_state(layers) == 4 * (12 + 128 + 5)
