@@ -21,13 +21,13 @@ class RecurrentMetadata:
     """One step's batch, the same for every layer.
 
     A padding sequence, as CUDA graphs need them, has slot -1: no state is read or written, and its output may be
-    anything.
+    anything. Saves with slot -1 are padding too; their tokens are num_tokens or more, and come last.
     """
 
     cu_seqlens: torch.Tensor  # int32 [num_seqs + 1]
     slots: torch.Tensor  # int32 [num_seqs]; all different, but for -1
     starts: torch.Tensor  # int32 [num_seqs]; 1: the first token of the sequence is at position 0
-    save_tokens: torch.Tensor  # int32 [num_saves], ascending: the packed tokens after which a state is saved
+    save_tokens: torch.Tensor  # int32 [num_saves], strictly ascending: the tokens after which a state is saved
     save_slots: torch.Tensor  # int32 [num_saves]; different from all slots
     num_decodes: int  # the first sequences, with exactly one token each
 
