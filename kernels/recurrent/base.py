@@ -36,7 +36,7 @@ class RecurrentOps(ABC):
             inputs: [num_tokens, channels].
             weight: [channels, width]; the last weight is the token's own.
             bias: [channels].
-            state: [num_slots, channels, width - 1], the last inputs, the newest last; zeros before the first token.
+            state: [num_slots, width - 1, channels], the last inputs, the newest last; zeros before the first token.
             metadata: the step's batch.
             silu: whether SiLU is applied to the sums.
 

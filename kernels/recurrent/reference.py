@@ -38,14 +38,14 @@ class ReferenceOps(RecurrentOps):
         taps = weight.to(state.dtype).unbind(1)
         for sequence in _sequences(metadata):
             earlier = torch.zeros_like(state[0]) if sequence.starts else state[sequence.slot]
-            window = torch.cat((earlier.T, inputs[sequence.first : sequence.end].to(state.dtype)))
+            window = torch.cat((earlier, inputs[sequence.first : sequence.end].to(state.dtype)))
             sums = torch.zeros_like(window[width - 1 :]) if bias is None else bias.to(state.dtype)
             for index, tap in enumerate(taps):
                 sums = sums + window[index : index + sequence.length] * tap
             output[sequence.first : sequence.end] = (F.silu(sums) if silu else sums).to(output.dtype)
             for token, slot in sequence.writes:
                 after = token - sequence.first + 1
-                state[slot] = window[after : after + width - 1].T
+                state[slot] = window[after : after + width - 1]
         return output
 
     def gated_delta_rule(

@@ -43,7 +43,7 @@ class Conv:
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        return self.channels, self.width - 1
+        return self.width - 1, self.channels
 
     @property
     def weight(self) -> torch.Tensor:
