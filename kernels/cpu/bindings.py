@@ -15,11 +15,15 @@ import torch
 
 __all__ = [
     "CAttentionCall",
+    "CConvCall",
+    "CDeltaRuleCall",
     "CExperts",
     "CGroupedCodes",
     "CLayer",
     "CLimits",
     "CRows",
+    "CScanCall",
+    "CSequences",
     "CStep",
     "CWeight",
     "Library",
@@ -73,6 +77,51 @@ class CExperts(ctypes.Structure):
     )
 
 
+class CSequences(ctypes.Structure):
+    """``pagoda_sequences``."""
+
+    _fields_ = (
+        *_fields(_POINTER, "cu_seqlens", "slots", "starts", "save_tokens", "save_slots"),
+        *_fields(_INT32, "num_seqs", "num_saves"),
+    )
+
+
+_SEQUENCES = ctypes.POINTER(CSequences)
+
+
+class CConvCall(ctypes.Structure):
+    """``pagoda_conv_call``."""
+
+    _fields_ = (
+        *_fields(_SEQUENCES, "sequences"),
+        *_fields(_POINTER, "inputs", "weight", "bias", "state"),
+        *_fields(_INT64, "stride"),
+        *_fields(_INT32, "num_tokens", "channels", "width", "has_silu"),
+    )
+
+
+class CDeltaRuleCall(ctypes.Structure):
+    """``pagoda_delta_rule_call``."""
+
+    _fields_ = (
+        *_fields(_SEQUENCES, "sequences"),
+        *_fields(_POINTER, "output", "mixed", "decay", "beta", "state"),
+        *_fields(_INT64, "stride"),
+        *_fields(_INT32, "num_tokens", "num_key_heads", "num_heads", "key_dim", "value_dim"),
+    )
+
+
+class CScanCall(ctypes.Structure):
+    """``pagoda_scan_call``."""
+
+    _fields_ = (
+        *_fields(_SEQUENCES, "sequences"),
+        *_fields(_POINTER, "output", "mixed", "steps", "decay", "skip", "state"),
+        *_fields(_INT64, "stride"),
+        *_fields(_INT32, "num_heads", "num_groups", "head_dim", "state_size"),
+    )
+
+
 class CGroupedCodes(ctypes.Structure):
     """``pagoda_grouped_codes``."""
 
@@ -123,11 +172,13 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pagoda_argmax": (None, (_POINTER, _POINTER, _POINTER, _INT64, _INT64, _INT64)),
     "pagoda_attention": (None, (_CALL,)),
     "pagoda_attention_half": (None, (_LAYER, _STEP, _POINTER, _POINTER)),
+    "pagoda_causal_conv": (None, (ctypes.POINTER(CConvCall),)),
     "pagoda_compute_experts": (None, (_EXPERTS, _POINTER, _POINTER, _INT32, _POINTER, _FLOAT, _INT32)),
     "pagoda_decode_groups": (None, (ctypes.POINTER(CGroupedCodes),)),
     "pagoda_draw": (None, (*(_POINTER,) * 6, _INT64, _INT64, _INT64)),
     "pagoda_gather_packed_rows": (_INT32, (_POINTER, _WEIGHT, _POINTER, _INT32, _FLOAT)),
     "pagoda_gather_rows": (_INT32, (_POINTER, _POINTER, _INT32, _INT64, _POINTER, _INT32, _INT32, _FLOAT)),
+    "pagoda_gated_delta_rule": (None, (ctypes.POINTER(CDeltaRuleCall),)),
     "pagoda_has_int8": (_INT32, ()),
     "pagoda_layers": (None, (_POINTERS, _INT32, _STEP, _POINTERS, _POINTERS)),
     "pagoda_linear": (None, (_POINTER, _INT64, _ROWS, _WEIGHT, ctypes.c_int)),
@@ -139,6 +190,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pagoda_prefault_new": (_POINTER, (_POINTERS, _INT64, _INT64, _INT64, _INT32)),
     "pagoda_prefault_num_ready": (_INT64, (_POINTER,)),
     "pagoda_prefault_want": (None, (_POINTER, _INT64)),
+    "pagoda_selective_scan": (None, (ctypes.POINTER(CScanCall),)),
     "pagoda_set_num_threads": (None, (ctypes.c_int,)),
     "pagoda_top_k": (None, (*(_POINTER,) * 3, *(_INT64,) * 4)),
     "pagoda_truncated_draw": (None, (*(_POINTER,) * 5, ctypes.POINTER(CLimits), *(_INT64,) * 3)),

@@ -1,7 +1,8 @@
 """ReferenceOps: what the operations of base.py compute, readably, by torch's operators on any device.
 
 Recurrences go through time one token at a time, all sequences that are long enough at once. Each call waits for the
-device, to learn how long the sequences are.
+device, to learn how long the sequences are. The last bits are torch's: its SiLU rounds a number differently at the end
+of a tensor.
 """
 
 from __future__ import annotations

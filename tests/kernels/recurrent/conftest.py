@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from kernels.cpu.library import library
 from kernels.recurrent.base import RecurrentOps
 from kernels.recurrent.reference import ReferenceOps
 
 
-@pytest.fixture(params=["reference"])
+@pytest.fixture(params=["reference", "c"])
 def ops(request: pytest.FixtureRequest) -> RecurrentOps:
-    return ReferenceOps()
+    if request.param == "reference":
+        return ReferenceOps()
+    if library() is None:
+        pytest.skip("no C compiler is installed")
+    from kernels.recurrent.c_ops import COps
+
+    return COps()

@@ -14,6 +14,7 @@ typedef enum {
     SCRATCH_ROW,
     SCRATCH_EXPERTS,
     SCRATCH_LINEAR_CALLS,
+    SCRATCH_STATE,
     NUM_SCRATCH_USES,
 } pagoda_scratch_use;
 

@@ -1,0 +1,143 @@
+/* See gated_delta_rule.h.
+ *
+ * A part is a slice of some columns of one head's state of one sequence. It is copied to memory that the first cache
+ * holds, where the sequence's tokens go over it one after another, and back. A column's sums go over its rows in order,
+ * so its bits depend neither on the slice nor on the tokens that are computed in the same step.
+ */
+#include "recurrent/gated_delta_rule.h"
+
+#include <math.h>
+
+#include "runtime/integers.h"
+#include "runtime/register.h"
+#include "runtime/scratch.h"
+#include "runtime/threads.h"
+
+enum { COLUMNS = 32, REGISTERS = COLUMNS / REGISTER_LANES };
+
+/* A slice of the state, [key_dim, COLUMNS]; columns beyond value_dim are zero. */
+typedef struct {
+    const pagoda_delta_rule_call *call;
+    float *values;
+    int64_t head, column, count;
+} state_slice;
+
+/* Divides a query or key by its length, and multiplies it. */
+static void normalize(float *x, int64_t width, float multiplier) {
+    f32x16 squares = {0};
+    for (int64_t i = 0; i < width; i += LANES) {
+        f32x16 part = load_some(x, false, i, width - i);
+        squares = f32x16_fma(part, part, squares);
+    }
+    float factor = multiplier / sqrtf(f32x16_sum(squares) + 1e-6f);
+    for (int64_t i = 0; i < width; i += LANES)
+        store_some(x, false, i, load_some(x, false, i, width - i) * factor, width - i);
+}
+
+/* Prepares what the heads and slices of a token share. */
+static void prepare_token(void *args, int64_t token) {
+    const pagoda_delta_rule_call *call = args;
+    float *head = call->mixed + token * call->stride, *decay = call->decay + token * call->num_heads;
+    const float query_multiplier = 1 / sqrtf((float)call->key_dim);
+    for (int64_t i = 0; i < 2 * call->num_key_heads; i++, head += call->key_dim)
+        normalize(head, call->key_dim, i < call->num_key_heads ? query_multiplier : 1);
+    for (int64_t i = 0; i < call->num_heads; i += LANES)
+        store_some(decay, false, i, f32x16_exp(load_some(decay, false, i, call->num_heads - i)), call->num_heads - i);
+}
+
+/* Where the slice is in a slot's state. */
+static float *slice_in(const state_slice *slice, int64_t slot) {
+    const pagoda_delta_rule_call *call = slice->call;
+    return call->state + (slot * call->num_heads + slice->head) * call->key_dim * call->value_dim + slice->column;
+}
+
+/* Reads the state before a sequence's first token. */
+static void read_slice(const state_slice *slice, const pagoda_sequence *sequence) {
+    const int64_t key_dim = slice->call->key_dim, value_dim = slice->call->value_dim;
+    if (sequence->starts || slice->count < COLUMNS)
+        memset(slice->values, 0, (size_t)(key_dim * COLUMNS) * sizeof *slice->values);
+    if (sequence->starts) return;
+    const float *from = slice_in(slice, sequence->slot);
+    for (int64_t row = 0; row < key_dim; row++, from += value_dim)
+        memcpy(slice->values + row * COLUMNS, from, (size_t)slice->count * sizeof *from);
+}
+
+/* Writes the slice to a slot. */
+static void write_slice(const state_slice *slice, int64_t slot) {
+    float *to = slice_in(slice, slot);
+    for (int64_t row = 0; row < slice->call->key_dim; row++, to += slice->call->value_dim)
+        memcpy(to, slice->values + row * COLUMNS, (size_t)slice->count * sizeof *to);
+}
+
+/* recalled = key S. */
+static void recall(const float *values, int64_t key_dim, const float *key, f32_register *recalled) {
+    f32_register sums[REGISTERS] = {0};
+    for (int64_t row = 0; row < key_dim; row++, values += COLUMNS)
+#pragma GCC unroll 4
+        for (int i = 0; i < REGISTERS; i++)
+            sums[i] = register_fma(register_set(key[row]), register_load(values + i * REGISTER_LANES), sums[i]);
+    memcpy(recalled, sums, sizeof sums);
+}
+
+/* S = factor S + key change; output = query S; and for the token that follows recalled = next_key S. */
+static void update(float *values, int64_t key_dim, float factor, const float *key, const float *query,
+                   const float *next_key, const f32_register *change, f32_register *output, f32_register *recalled) {
+    f32_register read[REGISTERS] = {0}, next[REGISTERS] = {0}, changes[REGISTERS];
+    memcpy(changes, change, sizeof changes);
+    for (int64_t row = 0; row < key_dim; row++, values += COLUMNS)
+#pragma GCC unroll 4
+        for (int i = 0; i < REGISTERS; i++) {
+            float *at = values + i * REGISTER_LANES;
+            f32_register value = register_fma(register_set(key[row]), changes[i], register_load(at) * factor);
+            register_store(at, value);
+            read[i] = register_fma(register_set(query[row]), value, read[i]);
+            next[i] = register_fma(register_set(next_key[row]), value, next[i]);
+        }
+    memcpy(output, read, sizeof read);
+    memcpy(recalled, next, sizeof next);
+}
+
+/* change = beta (value - factor recalled); columns that do not exist have none. */
+static void compute_change(const state_slice *slice, const float *value, float factor, float beta,
+                           const f32_register *recalled, f32_register *change) {
+    float values[COLUMNS] = {0};
+    memcpy(values, value, (size_t)slice->count * sizeof *value);
+    for (int i = 0; i < REGISTERS; i++)
+        change[i] = (register_load(values + i * REGISTER_LANES) - recalled[i] * factor) * beta;
+}
+
+/* Computes one part: the tokens of one sequence with one slice. */
+static void compute_part(void *args, int64_t index) {
+    const pagoda_delta_rule_call *call = args;
+    const int64_t num_slices = divide_up(call->value_dim, COLUMNS), key_dim = call->key_dim;
+    pagoda_sequence sequence = pagoda_sequence_at(call->sequences, index / num_slices / call->num_heads);
+    if (sequence.end <= sequence.first) return;
+    state_slice slice = {.call = call, .head = index / num_slices % call->num_heads};
+    slice.column = index % num_slices * COLUMNS;
+    slice.count = min(call->value_dim - slice.column, COLUMNS);
+    slice.values = pagoda_scratch(SCRATCH_STATE, (size_t)(key_dim * COLUMNS) * sizeof *slice.values);
+    read_slice(&slice, &sequence);
+    const int64_t key_width = call->num_key_heads * key_dim;
+    const int64_t key_head = slice.head / (call->num_heads / call->num_key_heads);
+    const float *query = call->mixed + sequence.first * call->stride + key_head * key_dim, *key = query + key_width;
+    const int64_t to_value = (2 * call->num_key_heads - key_head) * key_dim + slice.head * call->value_dim + slice.column;
+    f32_register recalled[REGISTERS], change[REGISTERS], output[REGISTERS];
+    recall(slice.values, key_dim, key, recalled);
+    for (int64_t token = sequence.first; token < sequence.end; token++, query += call->stride, key += call->stride) {
+        const int64_t head = token * call->num_heads + slice.head;
+        const float *next_key = token + 1 < sequence.end ? key + call->stride : key; /* the last one's is not used */
+        compute_change(&slice, query + to_value, call->decay[head], call->beta[head], recalled, change);
+        update(slice.values, key_dim, call->decay[head], key, query, next_key, change, output, recalled);
+        memcpy(call->output + head * call->value_dim + slice.column, output, (size_t)slice.count * sizeof(float));
+        int64_t save_slot = pagoda_save_slot(call->sequences, &sequence, token);
+        if (save_slot >= 0) write_slice(&slice, save_slot);
+    }
+    write_slice(&slice, sequence.slot);
+}
+
+void pagoda_gated_delta_rule(const pagoda_delta_rule_call *call) {
+    int64_t key_elements = (int64_t)call->num_tokens * 2 * call->num_key_heads * call->key_dim;
+    pagoda_for_each_row(call->num_tokens, key_elements, prepare_token, (void *)call);
+    int64_t num_slices = divide_up(call->value_dim, COLUMNS);
+    pagoda_parallel_for(call->sequences->num_seqs * call->num_heads * num_slices, compute_part, (void *)call);
+}
