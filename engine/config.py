@@ -278,3 +278,5 @@ class EngineInfo:
     default_sampling: dict[str, Any]  # temperature, top_p, top_k, min_p, as far as generation_config.json sets them
     max_logprobs: int = DEFAULT_MAX_LOGPROBS  # -1: no limit
     free_tokens: int | None = None  # that a step computes in about the time of one token, if that was measured
+    windows: tuple[tuple[int, int], ...] = ()  # the sliding windows with pages of their own: tokens, and pages
+    num_slots: int = 0  # for the states of sequences and their snapshots; 0: the model has no states

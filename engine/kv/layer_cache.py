@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["KeyValue", "LayerCache", "State", "bytes_per_state", "bytes_per_token"]
+__all__ = ["KeyValue", "LayerCache", "State", "bytes_per_state", "bytes_per_token", "windows_of"]
 
 _STATE_ELEMENT_SIZE = 4
 
@@ -55,14 +55,22 @@ class State:
 LayerCache = KeyValue | State
 
 
-def bytes_per_token(layers: Iterable[LayerCache], element_size: int) -> int:
-    """Return the bytes that one token takes in the caches of ``layers``; states take none.
+def windows_of(layers: Iterable[LayerCache]) -> tuple[int, ...]:
+    """Return the different windows of ``layers``, ascending; each has pages of its own."""
+    return tuple(sorted({layer.window for layer in layers if isinstance(layer, KeyValue) and layer.window is not None}))
+
+
+def bytes_per_token(layers: Iterable[LayerCache], element_size: int, window: int | None = None) -> int:
+    """Return the bytes that one token takes in those caches of ``layers`` that have this window; states take none.
 
     Args:
         layers: what each layer caches.
         element_size: bytes of one element.
+        window: None: the layers that attend to everything.
     """
-    return sum(layer.elements_per_token for layer in layers if isinstance(layer, KeyValue)) * element_size
+    return element_size * sum(
+        layer.elements_per_token for layer in layers if isinstance(layer, KeyValue) and layer.window == window
+    )
 
 
 def bytes_per_state(layers: Iterable[LayerCache]) -> int:

@@ -13,6 +13,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.kv.pool_sizes import SNAPSHOTS_PER_SEQUENCE, PageSizes, PoolSizes, pages_in_reach
 from kernels.cgroup import available_memory
 
 __all__ = [
@@ -21,11 +22,14 @@ __all__ = [
     "gpu_memory_for_cache",
     "host_blocks_for",
     "host_memory_for_cache",
+    "pools_of_blocks",
+    "pools_that_fit",
 ]
 
 logger = logging.getLogger(__name__)
 
 _HOST_DEFAULT = 4 * 2**30
+_TYPICAL_TOKENS = 4096  # of a sequence, for which memory is divided between the kinds of pages
 
 
 def host_memory_for_cache(config: EngineConfig) -> int:
@@ -118,6 +122,43 @@ def gpu_memory_for_cache(config: EngineConfig, device: torch.device, useful: int
         left / 2**30,
     )
     return int(min(left, available))
+
+
+def pools_that_fit(config: EngineConfig, sizes: PageSizes, memory: int, max_model_len: int) -> PoolSizes:
+    """Return the pools into which ``memory`` bytes are divided, at most as large as the engine can use.
+
+    Raises:
+        ConfigError: if not even one block fits, or not one sequence.
+    """
+    if sizes.are_blocks_alone:
+        max_useful = config.max_num_seqs * -(-max_model_len // sizes.block_size)
+        return PoolSizes(blocks_that_fit(memory, sizes.block, max_useful))
+    num_tokens = min(max_model_len, _TYPICAL_TOKENS)
+    limits = {"max_num_seqs": config.max_num_seqs, "max_step_tokens": config.max_num_batched_tokens}
+    while not (pools := sizes.divide(memory, num_tokens=num_tokens, **limits)).num_blocks and num_tokens > 1:
+        num_tokens //= 2
+    if not pools.num_blocks:
+        raise ConfigError(
+            f"{max(memory, 0) / 2**20:.1f} MiB are left for the KV cache, but one sequence takes at least "
+            f"{sizes.bytes_of_sequence(1) / 2**20:.1f} MiB; raise kv_cache_memory or gpu_memory_utilization, or lower "
+            "max_num_batched_tokens"
+        )
+    return pools
+
+
+def pools_of_blocks(config: EngineConfig, sizes: PageSizes) -> PoolSizes:
+    """Return the pools for the configured number of blocks: as many of the other pages as these can be used with."""
+    assert config.num_blocks is not None
+    num_seqs = min(config.max_num_seqs, config.num_blocks)
+    step_pages = -(-config.max_num_batched_tokens // sizes.block_size)
+    return PoolSizes(
+        num_blocks=config.num_blocks,
+        num_window_pages=tuple(
+            min(config.num_blocks, num_seqs * pages_in_reach(window, sizes.block_size) + step_pages)
+            for window, _ in sizes.windows
+        ),
+        num_slots=num_seqs * (1 + SNAPSHOTS_PER_SEQUENCE) if sizes.slot else 0,
+    )
 
 
 def blocks_that_fit(memory: int, bytes_per_block: int, max_useful: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from itertools import chain, islice, takewhile
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -17,13 +18,14 @@ import torch
 
 from engine.config import EngineConfig, EngineInfo
 from engine.errors import ConfigError
+from engine.kv.pool_sizes import PoolSizes, smallest
 from engine.models.config.model_config import GenerationDefaults
 from engine.outputs import TokenLogprobs
 from engine.sampling.ranking import PendingLogprobs
 from engine.sampling.sampler import NO_TOKEN, Sampler
 from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput, StepTimes
 from engine.sequence import SequenceGroup
-from engine.worker.memory import host_blocks_for
+from engine.worker.memory import host_blocks_for, pools_of_blocks
 from engine.worker.step_planner import StepPlanner
 from engine.worker.step_timer import StepTimer
 from engine.worker.worker_pool import WorkerPool
@@ -65,7 +67,7 @@ class ModelRunner:
             self.generation_defaults = GenerationDefaults.load(
                 config.model, shard.hf_config, with_tokenizer=with_tokenizer
             )
-            self.num_blocks = self._allocate_blocks()
+            self.pools = self._allocate_cache()
             self._planner = StepPlanner(self.block_size, *worker.block_tables.shape)
         except BaseException:
             self.close()
@@ -78,8 +80,8 @@ class ModelRunner:
         return EngineInfo(
             model=self.config.model,
             block_size=self.block_size,
-            num_blocks=self.num_blocks,
-            num_host_blocks=self.num_host_blocks,
+            num_blocks=self.pools.num_blocks,
+            num_host_blocks=self.pools.num_host_blocks,
             max_model_len=self.max_model_len,
             vocab_size=self.model_config.vocab_size,
             dtype=str(self.dtype).removeprefix("torch."),
@@ -89,6 +91,8 @@ class ModelRunner:
             default_sampling=self.generation_defaults.sampling,
             max_logprobs=self.config.max_logprobs,
             free_tokens=self.free_tokens,
+            windows=tuple(zip(self.workers.local.kv_cache.windows, self.pools.num_window_pages, strict=True)),
+            num_slots=self.pools.num_slots,
         )
 
     def run(self, output: SchedulerOutput, times: StepTimes) -> SampledTokens:
@@ -153,17 +157,26 @@ class ModelRunner:
         if self._mask_builder is not None:
             self._mask_builder.close()
 
-    def _allocate_blocks(self) -> int:
-        """Warm up, then allocate the KV cache, as large as fits on every rank; return the number of blocks."""
+    def _allocate_cache(self) -> PoolSizes:
+        """Warm up, then allocate the KV cache, as large as fits on every rank; return the sizes of its pools."""
         self.workers.call("warm_up", self.workers.local.shard.warm_up_batches())
-        num_blocks = self.config.num_blocks or min(self.workers.call("measure_num_blocks"))
-        if num_blocks * self.block_size < 2:
+        page_sizes = self.workers.local.shard.page_sizes
+        if self.config.num_blocks is not None:
+            pools = pools_of_blocks(self.config, page_sizes)
+        else:
+            pools = smallest(self.workers.call("measure_pools"))
+        if pools.num_blocks * self.block_size < 2:
             raise ConfigError("num_blocks=1 of block_size=1 holds no prompt with an answer; raise one of them")
-        bytes_per_block = self.workers.local.shard.bytes_per_block * self.config.tensor_parallel_size
-        self.num_host_blocks = host_blocks_for(self.config.swap_space_gib, bytes_per_block)
-        self.workers.call("allocate", num_blocks, self.num_host_blocks)
+        num_host_blocks = 0
+        if page_sizes.are_blocks_alone:
+            bytes_per_block = page_sizes.block * self.config.tensor_parallel_size
+            num_host_blocks = host_blocks_for(self.config.swap_space_gib, bytes_per_block)
+        elif self.config.swap_space_gib:
+            logger.warning("swap_space_gib is not used: this model has sliding windows or states")
+        pools = replace(pools, num_host_blocks=num_host_blocks)
+        self.workers.call("allocate", pools)
         self.workers.call("capture_graphs")
-        return num_blocks
+        return pools
 
     def _log_capacity(self) -> None:
         tokens = self.workers.local.kv_cache.num_tokens
@@ -173,7 +186,7 @@ class ModelRunner:
             "%s KV cache size: %s tokens, %d blocks of %d in %.2f GiB",
             kind,
             f"{tokens:,}",
-            self.num_blocks,
+            self.pools.num_blocks,
             self.block_size,
             size / 2**30,
         )

@@ -15,7 +15,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.kv.block_tables import BlockTables
 from engine.kv.kv_cache import KVCache
-from engine.kv.layer_cache import bytes_per_token
+from engine.kv.pool_sizes import PageSizes, PoolSizes
 from engine.models.adapter.decoder import TransformersDecoder
 from engine.models.adapter.loader import load_transformers_decoder
 from engine.models.checkpoint.checkpoint import open_checkpoint
@@ -205,9 +205,9 @@ class ModelShard:
         return self.model.num_bytes
 
     @property
-    def bytes_per_block(self) -> int:
-        """Size of a block's keys and values on this rank."""
-        return self.block_size * bytes_per_token(self.model.layer_caches, self.dtype.itemsize)
+    def page_sizes(self) -> PageSizes:
+        """Sizes of the pages of this rank's KV cache."""
+        return PageSizes.of(self.model.layer_caches, self.block_size, self.dtype.itemsize)
 
     @property
     def num_preallocated_tokens(self) -> int:
@@ -222,14 +222,13 @@ class ModelShard:
         max_blocks = -(-self.max_model_len // self.block_size)
         return BlockTables(num_rows, min(max_blocks, num_blocks or max_blocks), self.device)
 
-    def make_cache(self, num_blocks: int, num_host_blocks: int = 0) -> KVCache:
-        """Return a KV cache for what the model's layers declare."""
+    def make_cache(self, sizes: PoolSizes | None = None) -> KVCache:
+        """Return a KV cache for what the model's layers declare; None: of one page in each pool."""
         return KVCache(
             self.model.layer_caches,
-            num_blocks=num_blocks,
+            sizes or self.page_sizes.one_page_each,
             block_size=self.block_size,
             dtype=self.dtype,
             device=self.device,
-            num_host_blocks=num_host_blocks,
             num_blocks_ahead=-(-2 * self.num_preallocated_tokens // self.block_size),
         )

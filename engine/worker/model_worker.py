@@ -16,10 +16,11 @@ import torch
 from engine.config import EngineConfig
 from engine.kv.block_tables import BlockTables
 from engine.kv.kv_cache import KVCache
+from engine.kv.pool_sizes import PoolSizes
 from engine.models.decoder.cpu_decoder import CpuDecoder
 from engine.models.tensor_parallel import TensorParallel
 from engine.worker.device import set_rank_threads
-from engine.worker.memory import blocks_that_fit, gpu_memory_for_cache, host_memory_for_cache
+from engine.worker.memory import gpu_memory_for_cache, host_memory_for_cache, pools_that_fit
 from engine.worker.model_shard import ModelShard
 from engine.worker.step_graphs import StepGraphs
 from engine.worker.step_plan import StepPlan
@@ -108,12 +109,13 @@ class ModelWorker:
         return self.shard.model.compute_logits(hidden, model_input.logit_indices) if len(plan.logit_indices) else None
 
     def _copy_blocks(self, plan: StepPlan) -> None:
+        blocks = self.kv_cache.blocks
         if plan.swap_out:
-            self.kv_cache.swap_out(plan.swap_out)
+            blocks.swap_out(plan.swap_out)
         if plan.swap_in:
-            self.kv_cache.swap_in(plan.swap_in)
+            blocks.swap_in(plan.swap_in)
         if plan.block_copies:
-            self.kv_cache.copy_blocks(plan.block_copies)
+            blocks.copy(plan.block_copies)
 
     # --- start --------------------------------------------------------------------------------------------------
 
@@ -137,33 +139,31 @@ class ModelWorker:
             if self.rank == 0:
                 logger.info("Warm-up took %.2f seconds, with %d batches", perf_counter() - started, 1 + len(batches))
 
-    def measure_num_blocks(self) -> int:
-        """Return how many blocks fit in memory, at most what ``max_num_seqs`` sequences of full length can use.
+    def measure_pools(self) -> PoolSizes:
+        """Return the pages that fit in memory, at most what ``max_num_seqs`` sequences of full length can use.
 
         Raises:
-            ConfigError: if not even one block fits.
+            ConfigError: if not even one block fits, or not one sequence.
         """
-        shard = self.shard
-        max_useful = self.config.max_num_seqs * -(-shard.max_model_len // shard.block_size)
+        shard, sizes = self.shard, self.shard.page_sizes
+        useful = self.config.max_num_seqs * sizes.bytes_of_sequence(shard.max_model_len)
         if shard.device.type == "cpu":
             memory = host_memory_for_cache(self.config)
         else:
-            useful = max_useful * shard.bytes_per_block
             memory = gpu_memory_for_cache(self.config, shard.device, useful, self._graph_bytes)
-        return blocks_that_fit(memory, shard.bytes_per_block, max_useful)
+        return pools_that_fit(self.config, sizes, memory, shard.max_model_len)
 
-    def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
+    def allocate(self, sizes: PoolSizes) -> None:
         """Allocate the KV cache, its block tables and the scratch memory of steps.
 
         Args:
-            num_blocks: size of the device pool; equal on every rank, because the ranks share the block tables.
-            num_host_blocks: size of the host pool; equal on every rank too.
+            sizes: of the pools; equal on every rank, because the ranks share the block tables.
         """
         shard = self.shard
         if isinstance(shard.model, CpuDecoder):
-            shard.model.reserve(min(shard.num_preallocated_tokens, num_blocks * shard.block_size))
-        self.kv_cache = shard.make_cache(num_blocks, num_host_blocks)
-        self.block_tables = shard.make_tables(num_blocks)
+            shard.model.reserve(min(shard.num_preallocated_tokens, sizes.num_blocks * shard.block_size))
+        self.kv_cache = shard.make_cache(sizes)
+        self.block_tables = shard.make_tables(sizes.num_blocks)
 
     def capture_graphs(self) -> None:
         """Capture the graphs of decodes, with the KV cache and block tables that ``allocate`` has made."""

@@ -61,7 +61,7 @@ class StepGraphs:
         measured before the cache is allocated.
         """
         shard = self._shard
-        return self._make(shard.make_cache(1), shard.make_tables()).capture() if self.are_used else 0
+        return self._make(shard.make_cache(), shard.make_tables()).capture() if self.are_used else 0
 
     def capture(self, kv_cache: KVCache, block_tables: BlockTables) -> None:
         """Capture the graphs of decodes on this cache and these tables, if they are used."""

@@ -28,7 +28,7 @@ class WarmUp:
         """Run batches of one sequence, given as (query_len, seq_len), so that their kernels are compiled."""
         shard = self._shard
         if batches:
-            cache = shard.make_cache(1)
+            cache = shard.make_cache()
             for query_len, seq_len in batches:
                 step = one_sequence(query_len, seq_len, block_size=shard.block_size, device=shard.device)
                 shard.forward(step, cache)
@@ -47,7 +47,7 @@ class WarmUp:
         sampler = Sampler(shard.model_config.vocab_size, shard.device)
 
         torch.cuda.reset_peak_memory_stats(shard.device)
-        hidden = shard.forward(model_input, shard.make_cache(1))
+        hidden = shard.forward(model_input, shard.make_cache())
         compute_logprobs = partial(sampler.warm_up_prompt_logprobs, max_logprobs=shard.config.max_logprobs)
         shard.compute_prompt_logits(hidden, model_input.prompt_logit_indices, compute_logprobs)
         if (logits := shard.model.compute_logits(hidden, model_input.logit_indices)) is not None:

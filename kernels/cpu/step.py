@@ -98,9 +98,7 @@ def _add(layer: PackedLayer, hidden: torch.Tensor, addend: torch.Tensor, norm: i
     )
 
 
-def all_layers(
-    layers: Sequence[PackedLayer], step: CpuStep, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]
-) -> None:
+def all_layers(layers: Sequence[PackedLayer], step: CpuStep, caches: Sequence[tuple[torch.Tensor, ...]]) -> None:
     """Compute both halves of every layer in one call; ``caches`` are each layer's keys and values.
 
     A call releases the interpreter's lock and waits for it at the end: with one call a layer, an event loop in the same

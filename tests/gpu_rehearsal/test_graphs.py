@@ -109,7 +109,7 @@ def test_the_graphs_memory_is_left_out_of_the_cache(checkpoints: list[Path], gpu
     for enforce_eager in (True, False):
         llm = start(gpu, checkpoints[0], enforce_eager=enforce_eager, **options)
         num_blocks[enforce_eager] = llm.engine.info.num_blocks
-        bytes_per_block = llm.engine.runner.workers.local.shard.bytes_per_block  # type: ignore[attr-defined]
+        bytes_per_block = llm.engine.runner.workers.local.shard.page_sizes.block  # type: ignore[attr-defined]
         del llm
     left_out = (num_blocks[True] - num_blocks[False]) * bytes_per_block
     assert abs(left_out - 5 * GRAPH_BYTES) <= bytes_per_block

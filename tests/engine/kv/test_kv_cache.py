@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 
 from engine.errors import ConfigError, KVCacheError
 from engine.kv.kv_cache import KVCache
-from engine.kv.layer_cache import KeyValue
+from engine.kv.layer_cache import KeyValue, State
+from engine.kv.pool_sizes import PageSizes, PoolSizes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 LAYERS, BLOCKS, HOST_BLOCKS = 3, 6, 4
+CPU = torch.device("cpu")
 Pairs = list[tuple[int, int]]
 DECLARATIONS = [  # whose blocks are copied as integers of each width
     [KeyValue(heads=1, key_dim=1, value_dim=1)],
@@ -39,14 +41,8 @@ def make_cache(
     host: int = 0,
     device: str = "cpu",
 ) -> KVCache:
-    return KVCache(
-        layers,
-        num_blocks=BLOCKS,
-        block_size=block_size,
-        dtype=dtype,
-        device=torch.device(device),
-        num_host_blocks=host,
-    )
+    sizes = PoolSizes(BLOCKS, num_host_blocks=host)
+    return KVCache(layers, sizes, block_size=block_size, dtype=dtype, device=torch.device(device))
 
 
 class ReferenceCache:
@@ -57,10 +53,10 @@ class ReferenceCache:
         self.generator = torch.Generator().manual_seed(seed)
         self.device: dict[int, list[tuple[torch.Tensor, ...]]] = {}
         self.host: dict[int, list[tuple[torch.Tensor, ...]]] = {}
-        for block_id in range(cache.num_blocks):
+        for block_id in range(cache.blocks.num_pages):
             self.write(block_id)
-        cache.swap_out([(0, host_id) for host_id in range(cache.num_host_blocks)])
-        self.host = dict.fromkeys(range(cache.num_host_blocks), self.device[0])
+        cache.blocks.swap_out([(0, host_id) for host_id in range(cache.blocks.num_host_pages)])
+        self.host = dict.fromkeys(range(cache.blocks.num_host_pages), self.device[0])
 
     def write(self, block_id: int) -> None:
         """Store random bits through the layers' views, as attention does; every third is a NaN with a payload."""
@@ -77,7 +73,7 @@ class ReferenceCache:
 
     def move(self, operation: str, pairs: Pairs) -> None:
         source, target = {
-            "copy_blocks": (self.device, self.device),
+            "copy": (self.device, self.device),
             "swap_out": (self.device, self.host),
             "swap_in": (self.host, self.device),
         }[operation]
@@ -99,7 +95,7 @@ def pairs_between(sources: int, targets: int) -> st.SearchStrategy[Pairs]:
 
 OPERATIONS = st.one_of(
     st.tuples(st.just("write"), st.integers(0, BLOCKS - 1)),
-    st.tuples(st.just("copy_blocks"), pairs_between(BLOCKS, BLOCKS)),
+    st.tuples(st.just("copy"), pairs_between(BLOCKS, BLOCKS)),
     st.tuples(st.just("swap_out"), pairs_between(BLOCKS, HOST_BLOCKS)),
     st.tuples(st.just("swap_in"), pairs_between(HOST_BLOCKS, BLOCKS)),
 )
@@ -128,11 +124,11 @@ def test_random_copies_and_swaps_preserve_content(
         if isinstance(argument, int):
             reference.write(argument)
         else:
-            getattr(cache, operation)(argument)
+            getattr(cache.blocks, operation)(argument)
             reference.move(operation, argument)
         reference.check()
     everything = [(host_id, host_id) for host_id in range(HOST_BLOCKS)]
-    cache.swap_in(everything)
+    cache.blocks.swap_in(everything)
     reference.move("swap_in", everything)
     reference.check()
 
@@ -141,7 +137,7 @@ def test_a_chain_and_a_cycle_of_copies_read_before_they_write() -> None:
     cache = make_cache()
     reference = ReferenceCache(cache, seed=1)
     before = dict(reference.device)
-    cache.copy_blocks([(0, 1), (1, 2), (2, 0), (2, 3)])
+    cache.blocks.copy([(0, 1), (1, 2), (2, 0), (2, 3)])
     for target, source in {1: 0, 2: 1, 0: 2, 3: 2, 4: 4, 5: 5}.items():
         assert torch.equal(bits(cache.layers[1][0])[target], before[source][1][0])
 
@@ -174,18 +170,18 @@ def test_layers_have_the_shapes_that_they_declare() -> None:
 )
 def test_sizes_say_what_the_tensors_take(layers: list[KeyValue], elements_per_token: int) -> None:
     cache = make_cache(torch.bfloat16, layers=layers, host=4)
-    assert cache.bytes_per_block == elements_per_token * 2 * 2
+    assert cache.blocks.bytes_per_page == elements_per_token * 2 * 2
     assert cache.num_bytes == sum(tensor.nbytes for layer in cache.layers for tensor in layer)
-    assert cache.num_host_bytes == 4 * cache.bytes_per_block
+    assert cache.blocks.num_host_bytes == 4 * cache.blocks.bytes_per_page
     assert cache.num_tokens == BLOCKS * 2
 
 
 @pytest.mark.parametrize(
     ("operation", "argument", "message"),
     [
-        ("copy_blocks", [(0, 1), (6, 2)], "block 6 is out of range; valid are 0 to 5"),
-        ("copy_blocks", [(0, -1)], "block -1 is out of range; valid are 0 to 5"),
-        ("copy_blocks", [(0, 2), (1, 2)], "block 2 is written twice"),
+        ("copy", [(0, 1), (6, 2)], "block 6 is out of range; valid are 0 to 5"),
+        ("copy", [(0, -1)], "block -1 is out of range; valid are 0 to 5"),
+        ("copy", [(0, 2), (1, 2)], "block 2 is written twice"),
         ("swap_out", [(0, 4)], "host block 4 is out of range; valid are 0 to 3"),
         ("swap_out", [(6, 0)], "block 6 is out of range"),
         ("swap_out", [(0, 1), (2, 1)], "host block 1 is written twice"),
@@ -200,16 +196,16 @@ def test_a_move_of_what_does_not_exist_names_it_and_moves_nothing(
     cache = make_cache(host=HOST_BLOCKS)
     reference = ReferenceCache(cache, seed=2)
     with pytest.raises(KVCacheError, match=message):
-        getattr(cache, operation)(argument)
+        getattr(cache.blocks, operation)(argument)
     reference.check()
 
 
 def test_without_a_host_pool_nothing_can_be_swapped() -> None:
     cache = make_cache()
-    cache.swap_out([])
-    cache.swap_in([])
+    cache.blocks.swap_out([])
+    cache.blocks.swap_in([])
     with pytest.raises(KVCacheError, match="host block 0 is out of range; valid are none: the pool is empty"):
-        cache.swap_out([(0, 0)])
+        cache.blocks.swap_out([(0, 0)])
 
 
 @pytest.mark.parametrize(("blocks", "host", "remedy"), [(2**40, 0, "lower num_blocks"), (1, 2**40, "swap_space_gib")])
@@ -217,9 +213,41 @@ def test_a_pool_larger_than_memory_is_an_error_that_says_what_to_lower(blocks: i
     with pytest.raises(ConfigError, match=f"take .* GiB, which cannot be allocated; .*{remedy}"):
         KVCache(
             [KeyValue(heads=2, key_dim=64, value_dim=64)] * 2,
-            num_blocks=blocks,
+            PoolSizes(blocks, num_host_blocks=host),
             block_size=16,
             dtype=torch.float32,
             device=torch.device("cpu"),
-            num_host_blocks=host,
         )
+
+
+def test_windows_and_states_have_pools_of_their_own() -> None:
+    layers = [
+        KeyValue(heads=2, key_dim=4, value_dim=4),
+        State(((3, 2), (5,))),
+        KeyValue(heads=2, key_dim=4, value_dim=4, window=8),
+        State(((3, 2),)),
+    ]
+    sizes = PoolSizes(BLOCKS, num_window_pages=(3,), num_slots=2)
+    cache = KVCache(layers, sizes, block_size=2, dtype=torch.bfloat16, device=torch.device("cpu"))
+    assert [[tuple(part.shape) for part in layer] for layer in cache.layers] == [
+        [(BLOCKS, 2, 2, 4)] * 2,
+        [(2, 3, 2), (2, 5)],
+        [(3, 2, 2, 4)] * 2,
+        [(2, 3, 2)],
+    ]
+    assert [part.dtype for part in cache.layers[1]] == [torch.float32] * 2
+    assert [pool.num_pages for pool in cache.pools] == [BLOCKS, 3, 2]
+    assert cache.num_bytes == PageSizes.of(layers, 2, 2).num_bytes(sizes) == BLOCKS * 64 + 3 * 64 + 2 * 17 * 4
+    cache.layers[1][0][0], cache.layers[3][0][0] = 1.0, 2.0
+    cache.slots.copy([(0, 1)])
+    assert cache.layers[1][0][1].unique().tolist() == [1.0]
+    assert cache.layers[3][0][1].unique().tolist() == [2.0]
+    assert cache.layers[1][1].unique().tolist() == [0.0]
+
+
+def test_a_model_without_full_attention_has_blocks_that_take_no_memory() -> None:
+    cache = KVCache([State(((4,),))], PoolSizes(9, num_slots=3), block_size=2, dtype=torch.float32, device=CPU)
+    assert (cache.num_bytes, cache.num_tokens, cache.blocks.parts) == (3 * 16, 18, [])
+    cache.blocks.copy([(0, 8)])
+    with pytest.raises(KVCacheError, match="slot 3 is out of range; valid are 0 to 2"):
+        cache.slots.copy([(3, 0)])

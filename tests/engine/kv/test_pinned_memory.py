@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
 
 import pytest
 import torch
 
 from engine.errors import ConfigError
-from engine.kv import kv_cache
+from engine.kv import page_memory
 from engine.kv.kv_cache import KVCache
 from engine.kv.layer_cache import KeyValue
 from engine.kv.pinned_memory import pinned_zeros, unpin
+from engine.kv.pool_sizes import PoolSizes
 
 GPU = torch.device("cuda", 0)
 
@@ -42,21 +42,21 @@ def cudart(monkeypatch: pytest.MonkeyPatch) -> Cudart:
     stub = Cudart()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: stub)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(kv_cache, "_zeros", lambda shape, dtype, device: torch.zeros(shape, dtype=dtype))
+    monkeypatch.setattr(page_memory, "_zeros", lambda shape, dtype, device: torch.zeros(shape, dtype=dtype))
     return stub
 
 
 def make_cache(num_host_blocks: int) -> KVCache:
     layers = [KeyValue(heads=2, key_dim=32, value_dim=32)] * 3
-    sizes: dict[str, Any] = {"num_blocks": 2, "block_size": 16, "num_host_blocks": num_host_blocks}
-    return KVCache(layers, **sizes, dtype=torch.bfloat16, device=GPU)
+    sizes = PoolSizes(2, num_host_blocks=num_host_blocks)
+    return KVCache(layers, sizes, block_size=16, dtype=torch.bfloat16, device=GPU)
 
 
 def test_the_host_pool_locks_its_own_size_and_not_the_next_power_of_two(cudart: Cudart) -> None:
     cache = make_cache(num_host_blocks=900)  # 10.5 MiB
-    assert list(cudart.locked.values()) == [cache.num_host_bytes]
-    assert list(cudart.locked) == [cache._host.data_ptr()]
-    assert cache._host_words[0].data_ptr() == cache._host.data_ptr()
+    assert list(cudart.locked.values()) == [cache.blocks.num_host_bytes]
+    assert list(cudart.locked) == [cache.blocks._host.data_ptr()]
+    assert cache.blocks._host_words[0].data_ptr() == cache.blocks._host.data_ptr()
 
 
 def test_the_memory_is_unlocked_with_the_cache(cudart: Cudart) -> None:
@@ -69,7 +69,7 @@ def test_the_memory_is_unlocked_with_the_cache(cudart: Cudart) -> None:
 def test_a_cache_without_a_host_pool_locks_nothing(cudart: Cudart) -> None:
     cache = make_cache(num_host_blocks=0)
     assert not cudart.locked
-    assert cache.num_host_bytes == 0
+    assert cache.blocks.num_host_bytes == 0
 
 
 def test_memory_that_cannot_be_locked_is_an_error_that_names_the_option(cudart: Cudart) -> None:

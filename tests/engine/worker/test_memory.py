@@ -117,8 +117,8 @@ def test_the_log_says_blocks_tokens_gib_and_full_length_requests(
         f"CPU KV cache size: 384 tokens, 24 blocks of 16 in {size:.2f} GiB",
         "Maximum concurrency for 128 tokens per request: 3.00x",
     ]
-    assert runner.workers.local.kv_cache.bytes_per_block == runner.workers.local.shard.bytes_per_block
-    assert runner.workers.local.kv_cache.num_host_blocks == 0
+    assert runner.workers.local.kv_cache.blocks.bytes_per_page == runner.workers.local.shard.page_sizes.block
+    assert runner.workers.local.kv_cache.blocks.num_host_pages == 0
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux says what a process holds")

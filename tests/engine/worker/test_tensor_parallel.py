@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.kv.pool_sizes import PoolSizes
 from engine.llm import LLM
 from engine.models.checkpoint.checkpoint import open_checkpoint
 from engine.models.checkpoint.sharding import shard_of, vocab_range
@@ -144,7 +145,7 @@ def test_ranks_share_the_memory_of_the_kv_cache(checkpoint: Callable[[str], str]
                 max(1, KV_HEADS[name] // size),
             )
             blocks[name, size] = llm.engine.info.num_blocks
-            assert worker.kv_cache.num_host_blocks == llm.engine.info.num_host_blocks == blocks[name, size]
+            assert worker.kv_cache.blocks.num_host_pages == llm.engine.info.num_host_blocks == blocks[name, size]
             llm.engine.close()
     assert blocks["llama", 1] == blocks["llama", 2] == blocks["llama", 4]
     assert blocks["mistral", 1] == blocks["mistral", 2] == 2 * blocks["mistral", 4]
@@ -155,7 +156,7 @@ def test_ranks_share_the_memory_of_the_kv_cache(checkpoint: Callable[[str], str]
 def test_every_rank_has_as_many_blocks_as_fit_on_all(
     fewest: int, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ModelWorker, "measure_num_blocks", lambda worker: 30 if worker.rank == fewest else 40)
+    monkeypatch.setattr(ModelWorker, "measure_pools", lambda worker: PoolSizes(30 if worker.rank == fewest else 40))
     llm = LLM(checkpoint("qwen3"), tensor_parallel_size=2, **OPTIONS)
     pool: Any = llm.engine.runner.workers  # type: ignore[attr-defined]
     assert [worker.kv_cache.num_tokens for worker in (pool.local, *pool._ranks.workers)] == [30 * 16] * 2

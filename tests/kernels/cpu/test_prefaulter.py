@@ -12,6 +12,7 @@ import torch
 
 from engine.kv.kv_cache import KVCache
 from engine.kv.layer_cache import KeyValue
+from engine.kv.pool_sizes import PoolSizes
 from kernels.cpu.library import library
 from kernels.cpu.memory import huge_zeros
 from kernels.cpu.prefaulter import Prefaulter
@@ -147,7 +148,7 @@ print(prefaulter.num_ready < 32_000)
 def test_a_cache_is_ready_for_the_first_step_and_for_expected_slots() -> None:
     cache = KVCache(
         [KeyValue(heads=8, key_dim=128, value_dim=128)] * 2,
-        num_blocks=1000,
+        PoolSizes(1000),
         block_size=16,
         dtype=torch.bfloat16,
         device=torch.device("cpu"),
@@ -166,7 +167,7 @@ def test_a_cache_is_ready_for_the_first_step_and_for_expected_slots() -> None:
 def test_a_cache_prefaults_nothing_by_default() -> None:
     cache = KVCache(
         [KeyValue(heads=8, key_dim=128, value_dim=128)] * 1,
-        num_blocks=1000,
+        PoolSizes(1000),
         block_size=16,
         dtype=torch.bfloat16,
         device=torch.device("cpu"),

@@ -7,6 +7,7 @@ from itertools import accumulate
 import torch
 
 from engine.kv.kv_cache import KVCache
+from engine.kv.pool_sizes import PoolSizes
 from engine.models.adapter.decoder import TransformersDecoder
 from engine.models.decoder.cpu_decoder import CpuDecoder
 from engine.models.decoder.decoder import Decoder, ForwardContext
@@ -49,7 +50,7 @@ def packed_logits(
     """
     cache = KVCache(
         decoder.layer_caches,
-        num_blocks=len(sequences) * BLOCKS_EACH,
+        PoolSizes(len(sequences) * BLOCKS_EACH),
         block_size=BLOCK_SIZE,
         dtype=dtype,
         device=torch.device("cpu"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from engine.kv.kv_cache import KVCache
+from engine.kv.pool_sizes import PoolSizes
 from engine.models.config.model_config import load_hf_config
 from engine.models.decoder import loader
 from engine.models.decoder.cpu_decoder import CpuDecoder
@@ -62,7 +63,7 @@ def logits_of_two_steps(model: Any, dtype: torch.dtype) -> torch.Tensor:
     """Compute a prefill of two sequences, then a step that continues both and starts a third one."""
     cache = KVCache(
         model.layer_caches,
-        num_blocks=64,
+        PoolSizes(64),
         block_size=BLOCK_SIZE,
         dtype=dtype,
         device=CPU,

@@ -1,0 +1,201 @@
+"""PageMemory: pages of one size in a pool on the device, and in one on the host for swapped-out ones; copies of them.
+
+A page is a block's keys and values, or the states of a sequence. It consists of parts, one tensor of each layer; those
+of one shape are one tensor of the device pool, so that one operation copies them. Most models have one shape.
+
+    device pool   [num_parts, num_pages, *shape] for each shape    a layer's keys, or its values, are one part
+    host pool     [num_host_pages, bytes_per_page]                 a page is one piece of memory
+
+Copies preserve every bit, also the payload of a NaN, because they use integer views of both pools.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from engine.errors import ConfigError, KVCacheError
+from engine.kv.pinned_memory import pinned_zeros, unpin
+from kernels.cpu.memory import huge_zeros
+from kernels.device_copy import to_device
+
+__all__ = ["PageMemory"]
+
+
+class PageMemory:
+    """The pages of one kind that one rank has.
+
+    On a GPU every operation is queued on the current stream and returns at once, so it runs after the steps launched
+    before it and before those launched later. Only code that reads the host pool itself must synchronize.
+
+    Args:
+        name: what a page is called in errors, with the noun at the end: "KV block".
+        shapes: of a page's parts.
+        num_pages: pages of the device pool.
+        dtype: of every part.
+        device: on which kernels read them.
+        num_host_pages: pages of the host pool; pinned memory if ``device`` is a GPU.
+        remedy: what to do if the memory for the device pool cannot be allocated.
+
+    Attributes:
+        parts: each part, ``[num_pages, *shape]``; views.
+
+    Raises:
+        ConfigError: if the memory for a pool cannot be allocated.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        shapes: Sequence[tuple[int, ...]],
+        *,
+        num_pages: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_host_pages: int = 0,
+        remedy: str = "",
+    ) -> None:
+        self._noun = name.rpartition(" ")[2]
+        self.num_pages, self.num_host_pages = num_pages, num_host_pages
+        self.device = device
+        self.bytes_per_page = sum(map(math.prod, shapes)) * dtype.itemsize
+        with _explained(f"{num_pages} {name}s on {device}", self.num_bytes, remedy):
+            pools = {
+                shape: _zeros((num_parts, num_pages, *shape), dtype, device)
+                for shape, num_parts in Counter(shapes).items()
+            }
+        with _explained(f"{num_host_pages} swapped {name}s on the host", self.num_host_bytes, "lower swap_space_gib"):
+            self._host = self._make_host_pool((num_host_pages, self.bytes_per_page))
+        parts = {shape: iter(pool) for shape, pool in pools.items()}
+        self.parts = [next(parts[shape]) for shape in shapes]
+        # For each shape [num_parts, num_pages, words] on the device and [num_host_pages, num_parts, words] there.
+        self._words = _as_words([pool.flatten(2) for pool in pools.values()])
+        self._host_words = _split_host_pool(self._host, self._words)
+
+    def _make_host_pool(self, shape: tuple[int, int]) -> torch.Tensor:
+        if self.device.type == "cpu" or not self.num_host_pages:
+            return torch.empty(shape, dtype=torch.uint8)
+        pool = pinned_zeros(shape, torch.uint8)
+        weakref.finalize(self, unpin, pool, self.device)  # which keeps the memory until it is unlocked
+        return pool
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the device pool."""
+        return self.num_pages * self.bytes_per_page
+
+    @property
+    def num_host_bytes(self) -> int:
+        """Bytes of the host pool."""
+        return self.num_host_pages * self.bytes_per_page
+
+    def copy(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy pages ``(source, target)`` on the device, as if all at the same time.
+
+        The copy needs as much extra memory as the sources have. Use it for few pages, as copy-on-write does.
+
+        Raises:
+            KVCacheError: for a page that does not exist or is a target twice; nothing has been copied then.
+        """
+        sources, targets = self._check_pairs(pairs, self._on_device, self._on_device)
+        if pairs:
+            source_index, target_index = self._index(sources), self._index(targets)
+            for words in self._words:
+                words.index_copy_(1, target_index, words.index_select(1, source_index))
+
+    def swap_out(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy pages ``(page, host page)`` to the host pool.
+
+        On a GPU the next launched operation may overwrite the pages, and ``swap_in`` may follow at once.
+
+        Raises:
+            KVCacheError: for a page that does not exist or is a target twice; nothing has been copied then.
+        """
+        self._check_pairs(pairs, self._on_device, self._on_host)
+        # One page at a time: staging memory for all pages would not fit on a full GPU.
+        for page_id, host_id in pairs:
+            for words, host_words in zip(self._words, self._host_words, strict=True):
+                host_words[host_id].copy_(words[:, page_id], non_blocking=True)
+
+    def swap_in(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy pages ``(host page, page)`` back to the device; the host pages keep their content.
+
+        On a GPU the next ``swap_out`` may reuse the host pages at once: it is queued after the reads.
+
+        Raises:
+            KVCacheError: for a page that does not exist or is a target twice; nothing has been copied then.
+        """
+        self._check_pairs(pairs, self._on_host, self._on_device)
+        for host_id, page_id in pairs:
+            for words, host_words in zip(self._words, self._host_words, strict=True):
+                words[:, page_id].copy_(host_words[host_id], non_blocking=True)
+
+    @property
+    def _on_device(self) -> tuple[str, int]:
+        return self._noun, self.num_pages
+
+    @property
+    def _on_host(self) -> tuple[str, int]:
+        return f"host {self._noun}", self.num_host_pages
+
+    def _index(self, page_ids: list[int]) -> torch.Tensor:
+        return to_device(page_ids, torch.int64, self.device)
+
+    @staticmethod
+    def _check_pairs(
+        pairs: list[tuple[int, int]], source_pool: tuple[str, int], target_pool: tuple[str, int]
+    ) -> tuple[list[int], list[int]]:
+        sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
+        _check_ids(source_pool[0], sources, source_pool[1])
+        _check_ids(target_pool[0], targets, target_pool[1])
+        if len(set(targets)) < len(targets):
+            twice = next(target for target in targets if targets.count(target) > 1)
+            raise KVCacheError(f"{target_pool[0]} {twice} is written twice in one call; name every target once")
+        return sources, targets
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return zeros: a NaN in uninitialized memory would survive masking. On a CPU, pages are zeroed on first use."""
+    return huge_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
+
+
+@contextmanager
+def _explained(what: str, num_bytes: int, remedy: str) -> Iterator[None]:
+    """Turn a failed allocation into a ConfigError that names its size and the option to change."""
+    try:
+        yield
+    except RuntimeError as error:  # torch.OutOfMemoryError is one, and a CPU raises no other
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"{what} take {num_bytes / 2**30:.2f} GiB, which cannot be allocated; {remedy} ({reason})"
+        ) from error
+
+
+def _check_ids(kind: str, ids: Iterable[int], count: int) -> None:
+    for number in ids:
+        if not 0 <= number < count:
+            valid = f"0 to {count - 1}" if count else "none: the pool is empty"
+            raise KVCacheError(f"{kind} {number} is out of range; valid are {valid}")
+
+
+def _as_words(pools: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return views of the last dimensions as the widest integers that divide all of them: these copy fastest."""
+    num_bytes = math.gcd(*(pool.shape[-1] * pool.dtype.itemsize for pool in pools))  # 0 if there are no pools
+    widest = next(
+        dtype for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8) if num_bytes % dtype.itemsize == 0
+    )
+    return [pool.view(widest) for pool in pools]
+
+
+def _split_host_pool(host: torch.Tensor, pools: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return views of the host pool [num_host_blocks, num_parts, words] with the parts and words of each pool."""
+    if not pools:
+        return []
+    shapes = [(pool.shape[0], pool.shape[2]) for pool in pools]
+    sections = torch.split(host.view(pools[0].dtype), [math.prod(shape) for shape in shapes], dim=1)
+    return [section.view(len(host), *shape) for section, shape in zip(sections, shapes, strict=True)]

@@ -1,0 +1,129 @@
+"""PoolSizes: how many pages each pool of the KV cache has, and how memory is divided between the pools.
+
+Memory is divided for sequences of a typical length. Each takes the blocks of that length, the pages within reach of
+each window, and slots for its states: one that it computes with, and some for snapshots.
+
+    one sequence    [ blocks ............................ | window pages .... | state | snapshots ]
+
+Longer sequences run out of blocks first, shorter ones of window pages or slots; what the pools of the others have left
+holds cached prefixes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from engine.kv.layer_cache import LayerCache, bytes_per_state, bytes_per_token, windows_of
+
+__all__ = ["SNAPSHOTS_PER_SEQUENCE", "PageSizes", "PoolSizes", "pages_in_reach", "smallest"]
+
+SNAPSHOTS_PER_SEQUENCE = 2  # of its prompt, and of its answer: where the next turn of a conversation resumes
+_MAX_EMPTY_BLOCKS = 2**17  # where no layer attends to everything, a block is only a name for its tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSizes:
+    """The pages of each pool, equal on every rank.
+
+    Attributes:
+        num_blocks: of the layers that attend to everything.
+        num_host_blocks: of the host pool behind them.
+        num_window_pages: of each window, ascending.
+        num_slots: states of sequences, those of snapshots included.
+    """
+
+    num_blocks: int
+    num_host_blocks: int = 0
+    num_window_pages: tuple[int, ...] = ()
+    num_slots: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PageSizes:
+    """The bytes of a page of each pool on one rank.
+
+    Attributes:
+        block: a block of the layers that attend to everything; 0 if there are none.
+        windows: of each window in tokens, ascending, a page.
+        slot: the states of one sequence.
+        block_size: tokens of a block, and of a page.
+    """
+
+    block: int
+    windows: tuple[tuple[int, int], ...]
+    slot: int
+    block_size: int
+
+    @classmethod
+    def of(cls, layers: Sequence[LayerCache], block_size: int, element_size: int) -> PageSizes:
+        """Return the sizes for what the layers declare, with keys and values of ``element_size`` bytes."""
+        return cls(
+            block=block_size * bytes_per_token(layers, element_size),
+            windows=tuple(
+                (window, block_size * bytes_per_token(layers, element_size, window)) for window in windows_of(layers)
+            ),
+            slot=bytes_per_state(layers),
+            block_size=block_size,
+        )
+
+    @property
+    def one_page_each(self) -> PoolSizes:
+        """Pools of one page each."""
+        return PoolSizes(1, 0, (1,) * len(self.windows), int(self.slot > 0))
+
+    @property
+    def are_blocks_alone(self) -> bool:
+        """Whether the pool of blocks is the only one."""
+        return not self.windows and not self.slot
+
+    def num_bytes(self, sizes: PoolSizes) -> int:
+        """Return the bytes of pools of these sizes on the device."""
+        pages = zip(sizes.num_window_pages, self.windows, strict=True)
+        in_windows = sum(count * size for count, (_, size) in pages)
+        return sizes.num_blocks * self.block + in_windows + sizes.num_slots * self.slot
+
+    def window_pages(self, num_tokens: int) -> tuple[int, ...]:
+        """Return the pages of each window that a sequence of ``num_tokens`` needs to decode."""
+        num_blocks = -(-num_tokens // self.block_size)
+        return tuple(min(num_blocks, pages_in_reach(window, self.block_size)) for window, _ in self.windows)
+
+    def bytes_of_sequence(self, num_tokens: int) -> int:
+        """Return the bytes that a sequence of ``num_tokens`` takes, with room for its snapshots."""
+        num_blocks = -(-num_tokens // self.block_size)
+        num_slots = 1 + SNAPSHOTS_PER_SEQUENCE if self.slot else 0
+        return self.num_bytes(PoolSizes(num_blocks, 0, self.window_pages(num_tokens), num_slots))
+
+    def divide(self, memory: int, *, num_tokens: int, max_num_seqs: int, max_step_tokens: int) -> PoolSizes:
+        """Divide ``memory`` bytes for sequences of ``num_tokens``, at most what ``max_num_seqs`` can use.
+
+        Args:
+            max_step_tokens: tokens of a step, which write to as many slots of every window before any is freed.
+        """
+        step_pages = -(-max_step_tokens // self.block_size)
+        left = memory - sum(step_pages * size for _, size in self.windows)
+        num_seqs = min(max(left, 0) / self.bytes_of_sequence(num_tokens), max_num_seqs)
+        num_blocks = int(num_seqs * -(-num_tokens // self.block_size))
+        if not self.block:
+            num_blocks = min(max_num_seqs * -(-num_tokens // self.block_size), _MAX_EMPTY_BLOCKS)
+        return PoolSizes(
+            num_blocks=num_blocks,
+            num_window_pages=tuple(int(num_seqs * pages) + step_pages for pages in self.window_pages(num_tokens)),
+            num_slots=int(num_seqs * (1 + SNAPSHOTS_PER_SEQUENCE)) if self.slot else 0,
+        )
+
+
+def pages_in_reach(window: int, block_size: int) -> int:
+    """Return the pages, at most, that hold the tokens which the next token attends to, and its own."""
+    return -(-(window - 1) // block_size) + 1
+
+
+def smallest(sizes: Iterable[PoolSizes]) -> PoolSizes:
+    """Return the pages of each pool that every rank has memory for."""
+    all_sizes = list(sizes)
+    return PoolSizes(
+        num_blocks=min(rank.num_blocks for rank in all_sizes),
+        num_host_blocks=min(rank.num_host_blocks for rank in all_sizes),
+        num_window_pages=tuple(map(min, zip(*(rank.num_window_pages for rank in all_sizes), strict=True))),
+        num_slots=min(rank.num_slots for rank in all_sizes),
+    )
