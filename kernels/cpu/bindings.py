@@ -20,7 +20,9 @@ __all__ = [
     "CExperts",
     "CGroupedCodes",
     "CLayer",
+    "CLayerCache",
     "CLimits",
+    "CRecurrentLayer",
     "CRows",
     "CScanCall",
     "CSequences",
@@ -106,7 +108,7 @@ class CDeltaRuleCall(ctypes.Structure):
     _fields_ = (
         *_fields(_SEQUENCES, "sequences"),
         *_fields(_POINTER, "output", "mixed", "decay", "beta", "state"),
-        *_fields(_INT64, "stride"),
+        *_fields(_INT64, "stride", "head_stride"),
         *_fields(_INT32, "num_tokens", "num_key_heads", "num_heads", "key_dim", "value_dim"),
     )
 
@@ -117,8 +119,20 @@ class CScanCall(ctypes.Structure):
     _fields_ = (
         *_fields(_SEQUENCES, "sequences"),
         *_fields(_POINTER, "output", "mixed", "steps", "decay", "skip", "state"),
-        *_fields(_INT64, "stride"),
+        *_fields(_INT64, "stride", "step_stride"),
         *_fields(_INT32, "num_heads", "num_groups", "head_dim", "state_size"),
+    )
+
+
+class CRecurrentLayer(ctypes.Structure):
+    """``pagoda_recurrent_layer``."""
+
+    _fields_ = (
+        *_fields(CWeight, "input", "output"),
+        *_fields(_POINTER, "conv_weight", "conv_bias", "step_bias", "decay", "skip", "norm"),
+        *_fields(_INT32, "kind", "conv_width", "num_heads", "num_groups", "head_dim", "state_size"),
+        *_fields(_INT32, "norm_group", "gates_first"),
+        *_fields(_FLOAT, "eps", "smallest_step", "largest_step"),
     )
 
 
@@ -138,11 +152,17 @@ class CLayer(ctypes.Structure):
     _fields_ = (
         *_fields(CWeight, "qkv", "output", "gate_up", "down"),
         *_fields(_POINTER, "input_norm", "post_attention_norm", "attention_output_norm", "mlp_output_norm"),
-        *_fields(_POINTER, "query_norm", "key_norm", "rope", "experts"),
-        *_fields(_INT32, "num_heads", "num_kv_heads", "head_dim", "hidden_size", "intermediate_size"),
+        *_fields(_POINTER, "query_norm", "key_norm", "rope", "experts", "recurrent"),
+        *_fields(_INT32, "num_heads", "num_kv_heads", "head_dim", "gate_width", "hidden_size", "intermediate_size"),
         *_fields(_INT32, "sliding_window", "is_bf16", "norms_all_heads", "activation"),
         *_fields(_FLOAT, "eps", "scale", "softcap", "residual_multiplier"),
     )
+
+
+class CLayerCache(ctypes.Structure):
+    """``pagoda_layer_cache``."""
+
+    _fields_ = _fields(_POINTER, "keys", "values", "conv_state", "state")
 
 
 class CLimits(ctypes.Structure):
@@ -158,12 +178,13 @@ class CStep(ctypes.Structure):
         *_fields(_POINTER, "hidden", "addend", "positions", "slot_mapping"),
         *_fields(_POINTER, "cu_seqlens_q", "seq_lens", "block_tables"),
         *_fields(_INT32, "num_tokens", "num_seqs", "max_blocks", "block_size"),
-        *_fields(_POINTER, "words", "row_scales", "wide", "query", "attended"),
+        *_fields(_SEQUENCES, "sequences"),
+        *_fields(_POINTER, "words", "row_scales", "wide", "query", "attended", "mixed"),
     )
 
 
 _CALL, _ROWS, _WEIGHT = ctypes.POINTER(CAttentionCall), ctypes.POINTER(CRows), ctypes.POINTER(CWeight)
-_EXPERTS = ctypes.POINTER(CExperts)
+_EXPERTS, _CACHE = ctypes.POINTER(CExperts), ctypes.POINTER(CLayerCache)
 _LAYER, _STEP, _POINTERS = ctypes.POINTER(CLayer), ctypes.POINTER(CStep), ctypes.POINTER(_POINTER)
 
 # Name: what it returns (None: nothing), and its arguments; in the order of csrc's headers.
@@ -171,7 +192,6 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pagoda_add_to_residual": (None, (_POINTER, _POINTER, _INT32, _INT32, _POINTER, _FLOAT, _FLOAT)),
     "pagoda_argmax": (None, (_POINTER, _POINTER, _POINTER, _INT64, _INT64, _INT64)),
     "pagoda_attention": (None, (_CALL,)),
-    "pagoda_attention_half": (None, (_LAYER, _STEP, _POINTER, _POINTER)),
     "pagoda_causal_conv": (None, (ctypes.POINTER(CConvCall),)),
     "pagoda_compute_experts": (None, (_EXPERTS, _POINTER, _POINTER, _INT32, _POINTER, _FLOAT, _INT32)),
     "pagoda_decode_groups": (None, (ctypes.POINTER(CGroupedCodes),)),
@@ -180,9 +200,10 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pagoda_gather_rows": (_INT32, (_POINTER, _POINTER, _INT32, _INT64, _POINTER, _INT32, _INT32, _FLOAT)),
     "pagoda_gated_delta_rule": (None, (ctypes.POINTER(CDeltaRuleCall),)),
     "pagoda_has_int8": (_INT32, ()),
-    "pagoda_layers": (None, (_POINTERS, _INT32, _STEP, _POINTERS, _POINTERS)),
+    "pagoda_layers": (None, (_POINTERS, _INT32, _STEP, _CACHE)),
     "pagoda_linear": (None, (_POINTER, _INT64, _ROWS, _WEIGHT, ctypes.c_int)),
     "pagoda_logits": (None, (_POINTER, _POINTER, _INT32, _POINTER, _FLOAT, _WEIGHT, _FLOAT, _POINTER, _POINTER)),
+    "pagoda_mixer_half": (None, (_LAYER, _STEP, _CACHE)),
     "pagoda_mlp_half": (None, (_LAYER, _STEP)),
     "pagoda_pack_rows": (None, (_ROWS, _POINTER, _INT32, _INT32, _INT32, _POINTER, _FLOAT)),
     "pagoda_pack_weight": (None, (*(_POINTER,) * 4, *(_INT32,) * 7)),

@@ -10,6 +10,7 @@ import torch
 from kernels.cpu.bindings import CLayer
 from kernels.cpu.experts import PackedExperts
 from kernels.cpu.linear import LANES, PackedLinear, WeightKind
+from kernels.cpu.recurrent_layer import PackedRecurrent
 from kernels.layer_ops.base import Activation
 
 __all__ = ["LayerShape", "NormName", "PackedLayer"]
@@ -18,13 +19,18 @@ NormName = Literal[
     "input_norm", "post_attention_norm", "attention_output_norm", "mlp_output_norm", "query_norm", "key_norm"
 ]
 _ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}  # as in csrc/layer/layer.h
+_RELU_SQUARED = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """The sizes of one decoder layer: attention with grouped queries, then a gated feed-forward.
+    """The sizes of one decoder layer: attention with grouped queries, then a feed-forward.
 
     Attributes:
+        num_heads: of queries; 0: the layer has no attention.
+        intermediate_size: of the feed-forward; 0: the layer has none, or has experts.
+        gates_attention: sigmoids of a gate, a projection of the layer's input, multiply attention's output.
+        has_mlp_gate: the feed-forward is gated; else it squares what a ReLU leaves, whatever ``activation`` says.
         scale: of attention's scores; None: head_dim ** -0.5.
         softcap: C of C * tanh(score / C), which replaces each score of the attention.
         norms_all_heads: the norms of queries and keys are over all heads of a token together.
@@ -46,6 +52,8 @@ class LayerShape:
     norms_all_heads: bool = False
     activation: Activation = "silu"
     residual_multiplier: float = 1.0
+    gates_attention: bool = False
+    has_mlp_gate: bool = True
 
 
 class PackedLayer:
@@ -57,20 +65,25 @@ class PackedLayer:
         cache_dtype: of the KV cache, float32 or bfloat16.
 
     Attributes:
-        qkv, output, down: linear layers.
-        gate_up: the feed-forward's two input layers; panels of 16 outputs alternate between gate and up.
+        qkv, output, down: linear layers; the first outputs of ``qkv`` are the gate of attention's output, if any.
+        gate_up: the feed-forward's two input layers; panels of 16 outputs alternate between gate and up. Without a gate
+            there is only up.
         intermediate_size: features between gate_up and down, padded with zeros to whole panels.
         experts: which replace gate_up and down if they are set.
+        recurrent: which replaces attention, or is computed beside it if there are heads.
     """
 
     def __init__(self, shape: LayerShape, kind: WeightKind, cache_dtype: torch.dtype) -> None:
         heads, kv_heads, head_dim, hidden = shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.hidden_size
         self.intermediate_size = -(-shape.intermediate_size // LANES) * LANES
-        self.qkv = PackedLinear(kind, hidden, (heads + 2 * kv_heads) * head_dim, has_bias=shape.qkv_bias)
+        gate_width, halves = heads * head_dim if shape.gates_attention else 0, 2 if shape.has_mlp_gate else 1
+        num_qkv = gate_width + (heads + 2 * kv_heads) * head_dim
+        self.qkv = PackedLinear(kind, hidden, num_qkv, has_bias=shape.qkv_bias)
         self.output = PackedLinear(kind, heads * head_dim, hidden, has_bias=shape.output_bias)
-        self.gate_up = PackedLinear(kind, hidden, 2 * self.intermediate_size, has_bias=shape.mlp_bias)
+        self.gate_up = PackedLinear(kind, hidden, halves * self.intermediate_size, has_bias=shape.mlp_bias)
         self.down = PackedLinear(kind, self.intermediate_size, hidden, has_bias=shape.mlp_bias)
         self.experts: PackedExperts | None = None
+        self.recurrent: PackedRecurrent | None = None
         self._norms: dict[NormName, torch.Tensor] = {}
         self.c_layer = CLayer(
             self.qkv.c_weight,
@@ -80,23 +93,29 @@ class PackedLayer:
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
+            gate_width=gate_width,
             hidden_size=hidden,
             intermediate_size=self.intermediate_size,
             sliding_window=shape.sliding_window or 0,
             is_bf16=cache_dtype == torch.bfloat16,
             norms_all_heads=shape.norms_all_heads,
-            activation=_ACTIVATIONS[shape.activation],
+            activation=_ACTIVATIONS[shape.activation] if shape.has_mlp_gate else _RELU_SQUARED,
             eps=shape.norm_eps,
-            scale=head_dim**-0.5 if shape.scale is None else shape.scale,
+            scale=(head_dim or 1) ** -0.5 if shape.scale is None else shape.scale,
             softcap=shape.softcap or 0.0,
             residual_multiplier=shape.residual_multiplier,
         )
 
     @property
+    def has_attention(self) -> bool:
+        """Whether the layer caches keys and values."""
+        return bool(self.c_layer.num_heads)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes that the linear layers' weights take."""
         dense = sum(linear.num_bytes for linear in (self.qkv, self.output, self.gate_up, self.down))
-        return dense + (0 if self.experts is None else self.experts.num_bytes)
+        return dense + sum(part.num_bytes for part in (self.experts, self.recurrent) if part is not None)
 
     def set_norm(self, name: NormName, weight: torch.Tensor) -> None:
         """Set the weights of an RMSNorm. Every norm is optional.
@@ -115,6 +134,12 @@ class PackedLayer:
         self.experts = experts
         self.c_layer.experts = experts.address
 
+    def set_recurrent(self, recurrent: PackedRecurrent) -> None:
+        """Let a recurrent layer mix the tokens, besides the layer's own attention if it has heads."""
+        assert not self.has_attention or "attention_output_norm" not in self._norms, "both would be normalized apart"
+        self.recurrent = recurrent
+        self.c_layer.recurrent = recurrent.address
+
     def set_rope(self, table: torch.Tensor) -> None:
         """Set the cosines and sines of all positions, float32 [length, 2, head_dim // 2]; without them none rotates."""
         assert table.dtype == torch.float32
@@ -124,6 +149,7 @@ class PackedLayer:
 
     def set_gate_up_weight(self, weight: torch.Tensor) -> None:
         """Set the weights of gate and up, one below the other: [2 * intermediate_size, hidden_size], unpadded."""
+        assert self.c_layer.activation != _RELU_SQUARED, "there is no gate: set the weights of gate_up"
         for offset, half in enumerate(weight.chunk(2)):
             self.gate_up.set_weight(half, every=2, offset=offset)
 

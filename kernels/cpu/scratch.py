@@ -19,13 +19,22 @@ class Scratch:
         outputs: elements of the widest row that one writes.
         attention_width: elements of a token's queries.
         cache_dtype: of keys and values, and so of queries.
+        mixed_width: elements of a token's values in the widest recurrent layer.
     """
 
     def __init__(
-        self, kind: WeightKind, *, width: int, outputs: int, attention_width: int, cache_dtype: torch.dtype
+        self,
+        kind: WeightKind,
+        *,
+        width: int,
+        outputs: int,
+        attention_width: int,
+        cache_dtype: torch.dtype,
+        mixed_width: int = 0,
     ) -> None:
         self._num_words = words_per_row(kind, width)
         self._outputs, self._attention_width, self._cache_dtype = outputs, attention_width, cache_dtype
+        self._mixed_width = mixed_width
         self._capacity = 0
         self.reserve(16)
 
@@ -39,6 +48,7 @@ class Scratch:
         self.query, self.attended = (
             huge_zeros((num_tokens * self._attention_width,), self._cache_dtype) for _ in range(2)
         )
-        for memory in (self.words, self.row_scales, self.wide, self.query, self.attended):
+        self.mixed = huge_zeros((num_tokens * self._mixed_width,), torch.float32)
+        for memory in (self.words, self.row_scales, self.wide, self.query, self.attended, self.mixed):
             memory.zero_()  # the system allocates pages on the first write, and no step should wait for that
         self._capacity = num_tokens

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from kernels.attention_metadata import AttentionMetadata
-from kernels.cpu.bindings import CStep, address, pointers
+from kernels.cpu.bindings import CLayerCache, CStep, address, pointers
 from kernels.cpu.layer import PackedLayer
 from kernels.cpu.library import require
 from kernels.cpu.linear import PackedLinear
 from kernels.cpu.scratch import Scratch
+from kernels.cpu.sequences import CpuSequences
+from kernels.recurrent.metadata import RecurrentMetadata
 
-__all__ = ["CpuStep", "add_attention", "add_mlp", "all_layers", "attention_half", "logits", "mlp_half"]
+__all__ = ["CpuStep", "add_attention", "add_mlp", "all_layers", "logits", "mixer_half", "mlp_half"]
 
 
 class CpuStep:
@@ -26,6 +29,7 @@ class CpuStep:
         block_size: tokens in a KV block.
         scratch: grows to the step's size if necessary.
         addend: like ``hidden``; if given, the halves write there what tensor-parallel ranks must sum and add.
+        recurrent: the step's batch for layers with states.
     """
 
     def __init__(
@@ -36,6 +40,7 @@ class CpuStep:
         block_size: int,
         scratch: Scratch,
         addend: torch.Tensor | None = None,
+        recurrent: RecurrentMetadata | None = None,
     ) -> None:
         scratch.reserve(hidden.shape[0])
         block_tables = metadata.block_tables
@@ -44,7 +49,8 @@ class CpuStep:
         assert block_tables.dtype == metadata.cu_seqlens_q.dtype == metadata.seq_lens.dtype == torch.int32
         assert positions.dtype == metadata.slot_mapping.dtype == torch.int64
         # The structure holds addresses only, so these tensors must live as long as it does.
-        self._kept = (hidden, positions, metadata, addend)
+        sequences = None if recurrent is None else CpuSequences(recurrent)
+        self._kept = (hidden, positions, metadata, addend, sequences, scratch)
         self.c_step = CStep(
             hidden.data_ptr(),
             address(addend),
@@ -57,20 +63,28 @@ class CpuStep:
             metadata.num_seqs,
             block_tables.shape[1],
             block_size,
+            None if sequences is None else ctypes.pointer(sequences.c_sequences),
             scratch.words.data_ptr(),
             scratch.row_scales.data_ptr(),
             scratch.wide.data_ptr(),
             scratch.query.data_ptr(),
             scratch.attended.data_ptr(),
+            scratch.mixed.data_ptr(),
         )
 
 
-def attention_half(layer: PackedLayer, step: CpuStep, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
-    """Add a layer's attention to the hidden states, storing the step's keys and values in the cache first.
+def mixer_half(layer: PackedLayer, step: CpuStep, caches: Sequence[Sequence[torch.Tensor]]) -> None:
+    """Add a layer's attention, or what its recurrent layer computes, or both, to the hidden states.
 
-    The caches are [num_blocks, block_size, num_kv_heads, head_dim].
+    Attention stores the step's keys and values in the cache first; a recurrent layer updates its states.
+
+    Args:
+        layer: the layer.
+        step: the batch.
+        caches: of attention keys and values, [num_blocks, block_size, num_kv_heads, head_dim] each; then of a recurrent
+            layer the states of `kernels.recurrent.base.RecurrentOps`, that of the convolution first.
     """
-    require().pagoda_attention_half(layer.c_layer, step.c_step, key_cache.data_ptr(), value_cache.data_ptr())
+    require().pagoda_mixer_half(layer.c_layer, step.c_step, CLayerCache(*_addresses(layer, iter(caches))))
 
 
 def mlp_half(layer: PackedLayer, step: CpuStep) -> None:
@@ -98,19 +112,24 @@ def _add(layer: PackedLayer, hidden: torch.Tensor, addend: torch.Tensor, norm: i
     )
 
 
-def all_layers(layers: Sequence[PackedLayer], step: CpuStep, caches: Sequence[tuple[torch.Tensor, ...]]) -> None:
-    """Compute both halves of every layer in one call; ``caches`` are each layer's keys and values.
+def all_layers(layers: Sequence[PackedLayer], step: CpuStep, caches: Sequence[Sequence[torch.Tensor]]) -> None:
+    """Compute both halves of every layer in one call; ``caches`` are those of one layer after another.
 
     A call releases the interpreter's lock and waits for it at the end: with one call a layer, an event loop in the same
     process would delay a step at every layer.
     """
-    require().pagoda_layers(
-        pointers([layer.c_layer for layer in layers]),
-        len(layers),
-        step.c_step,
-        pointers([keys for keys, _ in caches]),
-        pointers([values for _, values in caches]),
-    )
+    remaining = iter(caches)
+    c_caches = (CLayerCache * len(layers))(*(CLayerCache(*_addresses(layer, remaining)) for layer in layers))
+    require().pagoda_layers(pointers([layer.c_layer for layer in layers]), len(layers), step.c_step, c_caches)
+
+
+def _addresses(layer: PackedLayer, caches: Iterator[Sequence[torch.Tensor]]) -> tuple[int | None, ...]:
+    """Return where a layer's keys, values, convolution's state and other state are; takes its own from ``caches``."""
+    keys, values = [part.data_ptr() for part in next(caches)] if layer.has_attention else (None, None)
+    if layer.recurrent is None:
+        return keys, values, None, None
+    conv_state, *rest = next(caches)
+    return keys, values, conv_state.data_ptr(), rest[0].data_ptr() if rest else None
 
 
 def logits(

@@ -23,7 +23,7 @@ from kernels.cpu.gather import gather_packed_rows, gather_rows
 from kernels.cpu.layer import LayerShape, NormName, PackedLayer
 from kernels.cpu.linear import PackedLinear, WeightKind
 from kernels.cpu.scratch import Scratch
-from kernels.cpu.step import CpuStep, add_attention, add_mlp, all_layers, attention_half, logits, mlp_half
+from kernels.cpu.step import CpuStep, add_attention, add_mlp, all_layers, logits, mixer_half, mlp_half
 
 __all__ = ["CpuDecoder", "can_run", "head_is_embedding"]
 
@@ -169,8 +169,8 @@ class CpuDecoder:
         if addend is None:
             all_layers(self.layers, step, context.kv_cache.layers)
             return hidden
-        for layer, (key_cache, value_cache) in zip(self.layers, context.kv_cache.layers, strict=True):
-            attention_half(layer, step, key_cache, value_cache)
+        for layer, cache in zip(self.layers, context.kv_cache.layers, strict=True):
+            mixer_half(layer, step, [cache])
             add_attention(layer, hidden, self.parallel.all_reduce(addend))
             mlp_half(layer, step)
             add_mlp(layer, hidden, self.parallel.all_reduce(addend))

@@ -20,7 +20,9 @@ STRUCTURES = {
     bindings.CDeltaRuleCall: "pagoda_delta_rule_call",
     bindings.CScanCall: "pagoda_scan_call",
     bindings.CGroupedCodes: "pagoda_grouped_codes",
+    bindings.CRecurrentLayer: "pagoda_recurrent_layer",
     bindings.CLayer: "pagoda_layer",
+    bindings.CLayerCache: "pagoda_layer_cache",
     bindings.CLimits: "pagoda_limits",
     bindings.CStep: "pagoda_step",
 }

@@ -15,7 +15,7 @@ from kernels.cpu import reference
 from kernels.cpu.layer import LayerShape, NormName, PackedLayer
 from kernels.cpu.linear import PackedLinear, WeightKind
 from kernels.cpu.scratch import Scratch
-from kernels.cpu.step import CpuStep, add_attention, add_mlp, all_layers, attention_half, logits, mlp_half
+from kernels.cpu.step import CpuStep, add_attention, add_mlp, all_layers, logits, mixer_half, mlp_half
 
 SHAPE = LayerShape(
     hidden_size=48,
@@ -34,6 +34,8 @@ SHAPES = {
     "Gemma 2": replace(SHAPE, scale=0.3, softcap=1.5, activation="gelu_tanh", sliding_window=3),
     "Granite": replace(SHAPE, scale=0.3, residual_multiplier=0.7),
     "OLMo 2": replace(SHAPE, norms_all_heads=True),
+    "Qwen3-Next": replace(SHAPE, gates_attention=True),
+    "Nemotron": replace(SHAPE, has_mlp_gate=False),
 }
 WITH_OUTPUT_NORMS = (SHAPES["Gemma 2"], SHAPES["OLMo 2"])
 WITHOUT_INPUT_NORMS = (SHAPES["OLMo 2"],)
@@ -53,7 +55,7 @@ class Weights:
             return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
 
         hidden, inner, heads = SHAPE.hidden_size, SHAPE.intermediate_size, SHAPE.num_heads * SHAPE.head_dim
-        num_qkv = heads + 2 * SHAPE.num_kv_heads * SHAPE.head_dim
+        num_qkv = heads * (1 + shape.gates_attention) + 2 * SHAPE.num_kv_heads * SHAPE.head_dim
         self.qkv, self.qkv_bias, self.output = random(num_qkv, hidden), random(num_qkv), random(hidden, heads)
         self.gate, self.up, self.down = random(inner, hidden), random(inner, hidden), random(hidden, inner)
         query_heads, kv_heads = (SHAPE.num_heads, SHAPE.num_kv_heads) if shape.norms_all_heads else (1, 1)
@@ -76,7 +78,10 @@ class Weights:
         layer.qkv.set_weight(self.qkv)
         layer.qkv.set_bias(self.qkv_bias)
         layer.output.set_weight(self.output)
-        layer.set_gate_up_weight(torch.cat((self.gate, self.up)))
+        if self.shape.has_mlp_gate:
+            layer.set_gate_up_weight(torch.cat((self.gate, self.up)))
+        else:
+            layer.gate_up.set_weight(self.up)
         layer.down.set_weight(torch.nn.functional.pad(self.down, (0, layer.down.in_features - self.down.shape[1])))
         for name, weight in self.norms.items():
             layer.set_norm(name, weight)
@@ -103,7 +108,7 @@ class Step:
             max_seq_len=NUM_TOKENS,
         )
         self.caches = self.new_caches()
-        self.scratch = Scratch(WeightKind.FLOAT32, width=64, outputs=128, attention_width=64, cache_dtype=torch.float32)
+        self.scratch = Scratch(WeightKind.FLOAT32, width=64, outputs=192, attention_width=64, cache_dtype=torch.float32)
 
     def new_caches(self) -> tuple[torch.Tensor, torch.Tensor]:
         shape = (3, BLOCK_SIZE, SHAPE.num_kv_heads, SHAPE.head_dim)
@@ -117,12 +122,16 @@ class Step:
         w, shape = self.weights, self.weights.shape
         qkv = reference.linear(w.norm("input_norm", self.hidden), w.qkv, w.qkv_bias, WeightKind.FLOAT32)
         kv_size = shape.num_kv_heads * shape.head_dim
-        query, key, value = qkv.split((shape.num_heads * shape.head_dim, kv_size, kv_size), dim=1)
+        query_size = shape.num_heads * shape.head_dim
+        gate, qkv = qkv.split((qkv.shape[1] - query_size - 2 * kv_size, query_size + 2 * kv_size), dim=1)
+        query, key, value = qkv.split((query_size, kv_size, kv_size), dim=1)
         query, key = self._rotated("query_norm", query), self._rotated("key_norm", key)
         store_kvcache(key, self._heads(value), *caches, self.metadata.slot_mapping)
         scale = shape.head_dim**-0.5 if shape.scale is None else shape.scale
         inputs = AttentionInputs(query, *caches, self.metadata, scale, shape.sliding_window, shape.softcap)
         attended = attention_reference.attention(inputs).flatten(1)
+        if shape.gates_attention:
+            attended = attended * gate.sigmoid()
         output = reference.linear(attended, w.output, None, WeightKind.FLOAT32)
         return shape.residual_multiplier * w.norm("attention_output_norm", output)
 
@@ -137,7 +146,10 @@ class Step:
         """Return what the feed-forward half adds."""
         w, shape = self.weights, self.weights.shape
         normed = w.norm("post_attention_norm", hidden)
-        output = reference.gated(normed, w.gate, w.up, w.down, shape.activation)
+        if shape.has_mlp_gate:
+            output = reference.gated(normed, w.gate, w.up, w.down, shape.activation)
+        else:
+            output = torch.relu(normed @ w.up.t()).square() @ w.down.t()
         return shape.residual_multiplier * w.norm("mlp_output_norm", output)
 
 
@@ -152,7 +164,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 def test_attention_half_equals_its_references_and_stores_keys_and_values(step: Step) -> None:
     hidden, caches = step.hidden.clone(), step.new_caches()
-    attention_half(step.weights.packed(), step.for_kernels(hidden), *caches)
+    mixer_half(step.weights.packed(), step.for_kernels(hidden), [caches])
     expected_caches = step.new_caches()
     assert_close(hidden, step.hidden + step.expected_attention(expected_caches))
     for cache, expected in zip(caches, expected_caches, strict=True):
@@ -168,7 +180,7 @@ def test_mlp_half_equals_its_references(step: Step) -> None:
 def test_an_addend_is_added_by_the_caller(step: Step) -> None:
     """As with tensor-parallel ranks, which sum their addends before."""
     layer, hidden, addend = step.weights.packed(), step.hidden.clone(), torch.empty_like(step.hidden)
-    attention_half(layer, step.for_kernels(hidden, addend), *step.new_caches())
+    mixer_half(layer, step.for_kernels(hidden, addend), [step.new_caches()])
     assert torch.equal(hidden, step.hidden)
     add_attention(layer, hidden, addend)
     assert_close(hidden, step.hidden + step.expected_attention(step.new_caches()))
@@ -184,7 +196,7 @@ def test_a_layer_without_rope_rotates_nothing() -> None:
     layer, hidden = step.weights.packed(), step.hidden.clone()
     layer.c_layer.rope = None
     step.weights.rope[:, 0], step.weights.rope[:, 1] = 1.0, 0.0
-    attention_half(layer, step.for_kernels(hidden), *step.new_caches())
+    mixer_half(layer, step.for_kernels(hidden), [step.new_caches()])
     assert_close(hidden, step.hidden + step.expected_attention(step.new_caches()))
 
 
@@ -193,7 +205,7 @@ def test_all_layers_equal_their_halves(step: Step) -> None:
     at_once, by_halves = step.hidden.clone(), step.hidden.clone()
     all_layers(layers, step.for_kernels(at_once), [step.new_caches(), step.new_caches()])
     for layer in layers:
-        attention_half(layer, step.for_kernels(by_halves), *step.new_caches())
+        mixer_half(layer, step.for_kernels(by_halves), [step.new_caches()])
         mlp_half(layer, step.for_kernels(by_halves))
     assert torch.equal(at_once, by_halves)
 

@@ -1,18 +1,20 @@
 /* See layer.h. */
 #include "layer/layer.h"
 
+#include <stdbool.h>
 #include <stddef.h>
 
 #include "attention/attention.h"
+#include "layer/gate.h"
 #include "linear/pack_rows.h"
 #include "layer/residual.h"
 #include "layer/rope.h"
 
 /* Multiplies rows and adds them to the residual stream, or leaves that to the caller, which sums the ranks' first. */
 static void add_to_hidden(const pagoda_layer *layer, const pagoda_step *step, const pagoda_rows *rows,
-                          const pagoda_weight *weight, const float *norm) {
+                          const pagoda_weight *weight, const float *norm, pagoda_epilogue addend_epilogue) {
     if (step->addend) {
-        pagoda_linear(step->addend, layer->hidden_size, rows, weight, PAGODA_STORE);
+        pagoda_linear(step->addend, layer->hidden_size, rows, weight, addend_epilogue);
     } else if (!norm && layer->residual_multiplier == 1) {
         pagoda_linear(step->hidden, layer->hidden_size, rows, weight, PAGODA_ADD);
     } else {
@@ -22,20 +24,22 @@ static void add_to_hidden(const pagoda_layer *layer, const pagoda_step *step, co
     }
 }
 
-void pagoda_attention_half(const pagoda_layer *layer, const pagoda_step *step, void *key_cache, void *value_cache) {
-    pagoda_rows rows = {step->words, step->row_scales, step->num_tokens};
-    pagoda_pack_rows(&rows, step->hidden, 0, layer->qkv.kind, layer->hidden_size, layer->input_norm, layer->eps);
-    pagoda_linear(step->wide, layer->qkv.out_features, &rows, &layer->qkv, PAGODA_STORE);
+/* Adds attention of the packed rows. */
+static void add_attention(const pagoda_layer *layer, const pagoda_step *step, pagoda_rows *rows,
+                          const pagoda_layer_cache *cache) {
+    const int64_t stride = layer->qkv.out_features;
+    pagoda_linear(step->wide, stride, rows, &layer->qkv, PAGODA_STORE);
     pagoda_rope_call rope = {
-        .query = step->query, .key_cache = key_cache, .value_cache = value_cache, .qkv = step->wide,
-        .rope = layer->rope, .query_norm = layer->query_norm, .key_norm = layer->key_norm,
-        .positions = step->positions, .slot_mapping = step->slot_mapping, .num_tokens = step->num_tokens,
-        .num_heads = layer->num_heads, .num_kv_heads = layer->num_kv_heads, .head_dim = layer->head_dim,
-        .is_bf16 = layer->is_bf16, .norms_all_heads = layer->norms_all_heads, .eps = layer->eps,
+        .query = step->query, .key_cache = cache->keys, .value_cache = cache->values,
+        .qkv = step->wide + layer->gate_width, .rope = layer->rope, .query_norm = layer->query_norm,
+        .key_norm = layer->key_norm, .positions = step->positions, .slot_mapping = step->slot_mapping,
+        .stride = stride, .num_tokens = step->num_tokens, .num_heads = layer->num_heads,
+        .num_kv_heads = layer->num_kv_heads, .head_dim = layer->head_dim, .is_bf16 = layer->is_bf16,
+        .norms_all_heads = layer->norms_all_heads, .eps = layer->eps,
     };
     pagoda_rope_and_store(&rope);
     pagoda_attention_call attention = {
-        .output = step->attended, .query = step->query, .key_cache = key_cache, .value_cache = value_cache,
+        .output = step->attended, .query = step->query, .key_cache = cache->keys, .value_cache = cache->values,
         .cu_seqlens_q = step->cu_seqlens_q, .seq_lens = step->seq_lens, .block_tables = step->block_tables,
         .num_seqs = step->num_seqs, .max_blocks = step->max_blocks, .num_heads = layer->num_heads,
         .num_kv_heads = layer->num_kv_heads, .head_dim = layer->head_dim, .block_size = step->block_size,
@@ -43,29 +47,50 @@ void pagoda_attention_half(const pagoda_layer *layer, const pagoda_step *step, v
         .softcap = layer->softcap,
     };
     pagoda_attention(&attention);
-    pagoda_pack_rows(&rows, step->attended, layer->is_bf16, layer->output.kind, layer->output.in_features, NULL, 0);
-    add_to_hidden(layer, step, &rows, &layer->output, layer->attention_output_norm);
+    if (layer->gate_width)
+        pagoda_gate_attended(step->attended, layer->is_bf16, step->wide, stride, step->num_tokens, layer->gate_width);
+    pagoda_pack_rows(rows, step->attended, layer->is_bf16, layer->output.kind, layer->output.in_features, NULL, 0);
+    add_to_hidden(layer, step, rows, &layer->output, layer->attention_output_norm, PAGODA_STORE);
+}
+
+void pagoda_mixer_half(const pagoda_layer *layer, const pagoda_step *step, const pagoda_layer_cache *cache) {
+    const pagoda_recurrent_layer *recurrent = layer->recurrent;
+    const bool has_attention = layer->num_heads > 0;
+    if (!has_attention && !recurrent) return;
+    pagoda_rows rows = {step->words, step->row_scales, step->num_tokens};
+    pagoda_pack_rows(&rows, step->hidden, 0, recurrent ? recurrent->input.kind : layer->qkv.kind, layer->hidden_size,
+                     layer->input_norm, layer->eps);
+    if (recurrent) {
+        pagoda_recurrent_call call = {step->sequences, &rows, step->wide, step->mixed, cache->conv_state, cache->state};
+        pagoda_compute_recurrent(recurrent, &call);
+    }
+    if (has_attention) add_attention(layer, step, &rows, cache); /* changes the rows and the hidden states */
+    if (!recurrent) return;
+    pagoda_pack_rows(&rows, step->mixed, 0, recurrent->output.kind, recurrent->output.in_features, NULL, 0);
+    add_to_hidden(layer, step, &rows, &recurrent->output, layer->attention_output_norm,
+                  has_attention ? PAGODA_ADD : PAGODA_STORE);
 }
 
 void pagoda_mlp_half(const pagoda_layer *layer, const pagoda_step *step) {
+    static const pagoda_epilogue epilogues[] = {PAGODA_SILU_MUL, PAGODA_GELU_MUL, PAGODA_STORE_RELU_SQUARED};
     if (layer->experts) {
         pagoda_compute_experts(layer->experts, step->addend ? step->addend : step->hidden, step->hidden,
                                step->num_tokens, layer->post_attention_norm, layer->eps, step->addend == NULL);
         return;
     }
+    if (!layer->intermediate_size) return;
     pagoda_rows rows = {step->words, step->row_scales, step->num_tokens};
     pagoda_pack_rows(&rows, step->hidden, 0, layer->gate_up.kind, layer->hidden_size, layer->post_attention_norm,
                      layer->eps);
-    pagoda_linear(step->wide, layer->intermediate_size, &rows, &layer->gate_up,
-                  layer->activation == PAGODA_GELU ? PAGODA_GELU_MUL : PAGODA_SILU_MUL);
+    pagoda_linear(step->wide, layer->intermediate_size, &rows, &layer->gate_up, epilogues[layer->activation]);
     pagoda_pack_rows(&rows, step->wide, 0, layer->down.kind, layer->down.in_features, NULL, 0);
-    add_to_hidden(layer, step, &rows, &layer->down, layer->mlp_output_norm);
+    add_to_hidden(layer, step, &rows, &layer->down, layer->mlp_output_norm, PAGODA_STORE);
 }
 
 void pagoda_layers(const pagoda_layer *const *layers, int32_t num_layers, const pagoda_step *step,
-                   void *const *key_caches, void *const *value_caches) {
+                   const pagoda_layer_cache *caches) {
     for (int32_t i = 0; i < num_layers; i++) {
-        pagoda_attention_half(layers[i], step, key_caches[i], value_caches[i]);
+        pagoda_mixer_half(layers[i], step, &caches[i]);
         pagoda_mlp_half(layers[i], step);
     }
 }

@@ -1,5 +1,8 @@
 /* Decoder layers: all of them in one call, or for tensor-parallel ranks each in two halves, between which the ranks sum.
  *
+ * The first half mixes tokens, by attention, by a recurrent layer, or by both side by side; the second one is a
+ * feed-forward. A layer has at least one of them.
+ *
  * `hidden`, the residual stream, is float32. The caller's scratch buffers hold what a step of num_tokens tokens needs;
  * attention and packing have memory of their own, see scratch.h.
  */
@@ -10,13 +13,17 @@
 
 #include "experts/experts.h"
 #include "linear/linear.h"
+#include "recurrent/recurrent_layer.h"
 
-enum { PAGODA_SILU = 0, PAGODA_GELU = 1 };
+enum { PAGODA_SILU = 0, PAGODA_GELU = 1, PAGODA_RELU_SQUARED = 2 };
 
 /* One layer's weights and sizes: CLayer in kernels/cpu/bindings.py. */
 typedef struct {
-    pagoda_weight qkv, output, gate_up, down; /* gate_up: panels alternate between the gate's and up's */
-    const float *input_norm;                  /* [hidden_size], of attention's input, or NULL */
+    pagoda_weight qkv;        /* outputs: gate_width of the gate of attention's output, then queries, keys, values */
+    pagoda_weight output;
+    pagoda_weight gate_up;    /* panels alternate between the gate's and up's; without a gate they are all up's */
+    pagoda_weight down;
+    const float *input_norm;                  /* [hidden_size], of the first half's input, or NULL */
     const float *post_attention_norm;         /* [hidden_size], of the feed-forward's input, or NULL */
     const float *attention_output_norm;       /* [hidden_size], or NULL */
     const float *mlp_output_norm;             /* [hidden_size], or NULL */
@@ -25,12 +32,15 @@ typedef struct {
     const float *rope;                        /* [positions, 2, head_dim / 2]; NULL: no position embedding */
     const pagoda_experts *experts;            /* NULL: the feed-forward is dense, gate_up and down. Experts have
                                                * SiLU, and neither output norm nor multiplier */
-    int32_t num_heads, num_kv_heads, head_dim, hidden_size;
-    int32_t intermediate_size; /* a multiple of 16: padded with zeros */
+    const pagoda_recurrent_layer *recurrent;  /* NULL: tokens are mixed by attention alone */
+    int32_t num_heads, num_kv_heads, head_dim; /* no heads: there is no attention */
+    int32_t gate_width;        /* num_heads * head_dim if sigmoids of a gate multiply attention's output; else 0 */
+    int32_t hidden_size;
+    int32_t intermediate_size; /* a multiple of 16: padded with zeros; 0 without experts: there is no feed-forward */
     int32_t sliding_window;    /* 0: none */
     int32_t is_bf16;           /* the KV cache; else float32 */
     int32_t norms_all_heads;   /* query_norm and key_norm are over a token's heads together; else over each head */
-    int32_t activation;        /* of the feed-forward: PAGODA_SILU, PAGODA_GELU */
+    int32_t activation;        /* of the feed-forward: PAGODA_SILU, PAGODA_GELU; PAGODA_RELU_SQUARED has no gate */
     float eps, scale;
     float softcap;             /* of attention's scores; 0: none */
     float residual_multiplier; /* of what is added to the residual stream */
@@ -46,25 +56,34 @@ typedef struct {
     const int32_t *seq_lens;
     const int32_t *block_tables;
     int32_t num_tokens, num_seqs, max_blocks, block_size;
+    const pagoda_sequences *sequences; /* of recurrent layers; NULL: there are none */
     /* Scratch. */
     uint32_t *words;   /* [num_tokens, the widest row's words] */
     float *row_scales; /* [num_tokens] */
     float *wide;       /* [num_tokens, the widest linear's outputs] */
     void *query;       /* [num_tokens, num_heads, head_dim], the cache's type */
     void *attended;
+    float *mixed;      /* [num_tokens, the widest recurrent layer's heads] */
 } pagoda_step;
 
-/* hidden += output(attention(qkv(norm(hidden)))), and stores the step's keys and values before the attention. With an
- * output norm that is first applied to what is added, and so is the multiplier. */
-void pagoda_attention_half(const pagoda_layer *layer, const pagoda_step *step, void *key_cache, void *value_cache);
+/* What a layer caches: CLayerCache in kernels/cpu/bindings.py. NULL: it has no such cache. */
+typedef struct {
+    void *keys, *values;
+    float *conv_state, *state; /* as pagoda_recurrent_call has them */
+} pagoda_layer_cache;
 
-/* hidden += down(activation(gate(norm(hidden))) * up(norm(hidden))), likewise. */
+/* hidden += output(attention(qkv(norm(hidden)))), and stores the step's keys and values before the attention. With an
+ * output norm that is first applied to what is added, and so is the multiplier. A recurrent layer takes the place of
+ * attention, or its output is added too. */
+void pagoda_mixer_half(const pagoda_layer *layer, const pagoda_step *step, const pagoda_layer_cache *cache);
+
+/* hidden += down(activation(gate(norm(hidden))) * up(norm(hidden))), likewise; without a gate, down(activation(up(...))). */
 void pagoda_mlp_half(const pagoda_layer *layer, const pagoda_step *step);
 
 /* Both halves of every layer; the caches are each layer's. One call, because between calls a Python program's
  * other threads could delay the next one. */
 void pagoda_layers(const pagoda_layer *const *layers, int32_t num_layers, const pagoda_step *step,
-                   void *const *key_caches, void *const *value_caches);
+                   const pagoda_layer_cache *caches);
 
 /* logits [num_rows, out_features] = head(norm(hidden)), float32; with a soft-cap C (0: none), C * tanh(logits / C). */
 void pagoda_logits(float *logits, const float *hidden, int32_t num_rows, const float *norm, float eps,

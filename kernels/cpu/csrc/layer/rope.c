@@ -44,7 +44,7 @@ static void rotate_heads(const pagoda_rope_call *call, const float *head, int64_
 static void rope_token(void *args, int64_t token) {
     const pagoda_rope_call *call = args;
     int64_t width = call->head_dim;
-    const float *head = call->qkv + token * (call->num_heads + 2 * call->num_kv_heads) * width;
+    const float *head = call->qkv + token * call->stride;
     const float *cosines = call->rope ? call->rope + call->positions[token] * width : head; /* not read without */
     int64_t size = call->num_kv_heads * width;
     rotate_heads(call, head, call->num_heads, call->query_norm, cosines, call->query, token * call->num_heads * width);

@@ -87,6 +87,12 @@ INLINE f32x16 gelu(f32x16 x) {
     return x / (1 + f32x16_exp(-doubled));
 }
 
+/* max(x, 0)^2; a NaN stays one. */
+INLINE f32x16 relu_squared(f32x16 x) {
+    f32x16 positive = f32x16_max((f32x16){0}, x);
+    return positive * positive;
+}
+
 /* Turns the sums of a tile into outputs. */
 static void finish(const linear_call *call, const float *sums, int64_t first_row, int num_rows, int64_t panel,
                    int num_panels) {
@@ -98,6 +104,7 @@ static void finish(const linear_call *call, const float *sums, int64_t first_row
             const float *sum = sums + (p * num_rows + r) * LANES;
             float *row = call->output + (first_row + r) * call->stride;
             f32x16 value = product(call, sum, first_row + r, panel + p);
+            if (call->epilogue == PAGODA_STORE_RELU_SQUARED) value = relu_squared(value);
             if (!is_gated) {
                 put(row + (panel + p) * LANES, value, width - (panel + p) * LANES, call->epilogue == PAGODA_ADD);
             } else {

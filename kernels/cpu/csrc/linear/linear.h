@@ -40,6 +40,7 @@ typedef enum {
     PAGODA_ADD,      /* output += product */
     PAGODA_SILU_MUL, /* output [rows, out_features / 2] = silu(even panels) * odd panels */
     PAGODA_GELU_MUL, /* the same with gelu, as its approximation by tanh (Hendrycks and Gimpel, 2016) */
+    PAGODA_STORE_RELU_SQUARED, /* output = max(product, 0)^2 (So et al., 2021) */
 } pagoda_epilogue;
 
 /* Whether the library was built with the int8 instruction (AVX-512 VNNI). If not, no weight may be PAGODA_INT8. */

@@ -37,7 +37,7 @@ static void normalize(float *x, int64_t width, float multiplier) {
 /* Prepares what the heads and slices of a token share. */
 static void prepare_token(void *args, int64_t token) {
     const pagoda_delta_rule_call *call = args;
-    float *head = call->mixed + token * call->stride, *decay = call->decay + token * call->num_heads;
+    float *head = call->mixed + token * call->stride, *decay = call->decay + token * call->head_stride;
     const float query_multiplier = 1 / sqrtf((float)call->key_dim);
     for (int64_t i = 0; i < 2 * call->num_key_heads; i++, head += call->key_dim)
         normalize(head, call->key_dim, i < call->num_key_heads ? query_multiplier : 1);
@@ -124,11 +124,12 @@ static void compute_part(void *args, int64_t index) {
     f32_register recalled[REGISTERS], change[REGISTERS], output[REGISTERS];
     recall(slice.values, key_dim, key, recalled);
     for (int64_t token = sequence.first; token < sequence.end; token++, query += call->stride, key += call->stride) {
-        const int64_t head = token * call->num_heads + slice.head;
+        const int64_t at = token * call->head_stride + slice.head;
         const float *next_key = token + 1 < sequence.end ? key + call->stride : key; /* the last one's is not used */
-        compute_change(&slice, query + to_value, call->decay[head], call->beta[head], recalled, change);
-        update(slice.values, key_dim, call->decay[head], key, query, next_key, change, output, recalled);
-        memcpy(call->output + head * call->value_dim + slice.column, output, (size_t)slice.count * sizeof(float));
+        compute_change(&slice, query + to_value, call->decay[at], call->beta[at], recalled, change);
+        update(slice.values, key_dim, call->decay[at], key, query, next_key, change, output, recalled);
+        float *to = call->output + (token * call->num_heads + slice.head) * call->value_dim + slice.column;
+        memcpy(to, output, (size_t)slice.count * sizeof *to);
         int64_t save_slot = pagoda_save_slot(call->sequences, &sequence, token);
         if (save_slot >= 0) write_slice(&slice, save_slot);
     }

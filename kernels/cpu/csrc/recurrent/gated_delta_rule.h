@@ -10,10 +10,10 @@ typedef struct {
     float *output; /* [num_tokens, num_heads, value_dim] */
     float *mixed;  /* [num_tokens, queries | keys | values], `stride` from one token to the next; queries and keys,
                     * [num_key_heads, key_dim] each, are normalized in place */
-    float *decay;  /* [num_tokens, num_heads]: replaced by its exponential */
-    const float *beta; /* [num_tokens, num_heads] */
+    float *decay;  /* [num_tokens, num_heads], `head_stride` from one token to the next: replaced by its exponential */
+    const float *beta; /* likewise, as it is */
     float *state;      /* [slots, num_heads, key_dim, value_dim] */
-    int64_t stride;
+    int64_t stride, head_stride;
     int32_t num_tokens, num_key_heads, num_heads, key_dim, value_dim;
 } pagoda_delta_rule_call;
 

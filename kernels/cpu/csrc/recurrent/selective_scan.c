@@ -73,7 +73,7 @@ static void compute_token(const state_slice *slice, int64_t token, float *padded
     const float *query = key + call->num_groups * call->state_size;
     key = padded_row(slice, key, padded);
     query = padded_row(slice, query, padded + slice->width);
-    const float step = call->steps[token * call->num_heads + slice->head], skip = call->skip[slice->head];
+    const float step = call->steps[token * call->step_stride + slice->head], skip = call->skip[slice->head];
     const float factor = f32x16_exp(f32x16_set(step * call->decay[slice->head]))[0];
     float *output = call->output + (token * call->num_heads + slice->head) * call->head_dim + slice->row;
     for (int64_t row = 0; row < slice->count; row++) {

@@ -10,11 +10,11 @@ typedef struct {
     float *output;      /* [num_tokens, num_heads, head_dim] */
     const float *mixed; /* [num_tokens, x | B | C], `stride` from one token to the next; x is [num_heads, head_dim],
                          * B and C are [num_groups, state_size] each */
-    const float *steps; /* [num_tokens, num_heads] */
+    const float *steps; /* [num_tokens, num_heads], `step_stride` from one token to the next */
     const float *decay; /* [num_heads], negative */
     const float *skip;  /* [num_heads] */
     float *state;       /* [slots, num_heads, head_dim, state_size] */
-    int64_t stride;
+    int64_t stride, step_stride;
     int32_t num_heads, num_groups, head_dim, state_size;
 } pagoda_scan_call;
 
