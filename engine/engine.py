@@ -338,6 +338,10 @@ class _Launched(NamedTuple):
 
 def _overlaps_steps(config: EngineConfig, info: EngineInfo) -> bool:
     """Whether a step is scheduled while the one before is computed. On a CPU both would take the same cores."""
+    if info.num_slots:  # a state cannot be taken back if the host replaces the token that it has seen
+        if config.async_scheduling:
+            logger.warning("async_scheduling is off: the model has states")
+        return False
     if config.async_scheduling is None:
         return info.device != "cpu" and config.tensor_parallel_size == 1
     if config.async_scheduling and config.tensor_parallel_size > 1:
@@ -354,6 +358,7 @@ def _new_block_manager(config: EngineConfig, info: EngineInfo, *, record_events:
         info.num_blocks,
         info.block_size,
         num_host_blocks=info.num_host_blocks,
+        num_slots=info.num_slots,
         enable_prefix_caching=config.enable_prefix_caching,
         record_events=record_events,
     )

@@ -57,6 +57,7 @@ class Sequence:
         "host_table",
         "index",
         "is_single",
+        "kept_block",
         "logprobs",
         "max_total_tokens",
         "next_block_boundary",
@@ -67,6 +68,7 @@ class Sequence:
         "num_prompt_tokens",
         "params",
         "seed",
+        "state_slot",
         "status",
         "stop_reason",
         "stop_token_ids",
@@ -103,6 +105,8 @@ class Sequence:
         self.host_table: list[int] = []  # its blocks in the host pool while it is swapped
         self.block_hashes: list[int] = []  # of the leading full blocks, computed on demand
         self.content_ids: list[int] = []  # content id of each published or matched block
+        self.state_slot = -1  # of its states, while it runs; -1 if the model has none
+        self.kept_block = -1  # the block on which the snapshot of its answer hangs: see StateSlots.keep
         self.cache_epoch = 0  # of the prefix cache when the sequence started; it publishes its blocks there only
         # BlockManager.allocate must be called when num_computed_tokens reaches this.
         self.next_block_boundary = 0

@@ -19,11 +19,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.kv.block_pool import Block, BlockPool
 from engine.kv.host_pool import BlockPair, HostPool
 from engine.kv.prefix_cache import PrefixCache, PrefixMatch
+from engine.kv.state_slots import StateSlots
 from engine.sequence import Sequence
 
 __all__ = ["BlockManager", "Growth"]
@@ -49,6 +50,7 @@ class BlockManager:
         num_blocks: blocks in the pool.
         block_size: tokens per block.
         num_host_blocks: pages of the host pool, to which blocks are evicted and preempted sequences swapped.
+        num_slots: slots for the states of recurrent layers and their snapshots; 0: the model has no states.
         enable_prefix_caching: publish full blocks and match prefixes.
         record_events: collect the prefix cache's KV events.
     """
@@ -59,6 +61,7 @@ class BlockManager:
         block_size: int,
         *,
         num_host_blocks: int = 0,
+        num_slots: int = 0,
         enable_prefix_caching: bool = True,
         record_events: bool = False,
     ) -> None:
@@ -67,6 +70,9 @@ class BlockManager:
         self.pool = BlockPool(num_blocks)
         self.host_pool = HostPool(num_host_blocks)
         self.prefix_cache = PrefixCache(self.pool, block_size, self.host_pool, record_events=record_events)
+        self.states = StateSlots(num_slots) if num_slots else None
+        if self.states is not None:
+            self.prefix_cache.attachments = (self.states,)
 
     @property
     def num_free_blocks(self) -> int:
@@ -83,7 +89,16 @@ class BlockManager:
         """Return the cached blocks that the sequence can start with. Changes nothing."""
         if not self.enable_prefix_caching or sequence.group.wants_prompt_logprobs:
             return PrefixMatch()
-        return self.prefix_cache.match(sequence)
+        match = self.prefix_cache.match(sequence)
+        return match if self.states is None else self._resume_at_snapshot(match, sequence)
+
+    def _resume_at_snapshot(self, match: PrefixMatch, sequence: Sequence) -> PrefixMatch:
+        """Return the match with the tokens up to its last snapshot; the last token's logits must still be computed."""
+        assert self.states is not None
+        num_blocks = min(len(match.blocks), (sequence.num_tokens - 1) // self.block_size)
+        while num_blocks and not self.states.has_snapshot(match.blocks[num_blocks - 1]):
+            num_blocks -= 1
+        return replace(match, num_resumed=num_blocks * self.block_size)
 
     def awaited_hash(self, sequence: Sequence) -> int | None:
         """Return the hash of the first full block that the sequence's match does not find on the device.
@@ -104,7 +119,10 @@ class BlockManager:
             sequence.content_ids.append(block.content_id)
         sequence.num_matched_tokens = match.num_tokens
         # A fully cached sequence still computes its last token, whose logits are needed; its K and V are not rewritten.
-        sequence.num_computed_tokens = min(match.num_tokens, sequence.num_tokens - 1)
+        sequence.num_computed_tokens = min(match.num_resumed, sequence.num_tokens - 1)
+        if self.states is not None:
+            num_resumed = match.num_resumed // self.block_size
+            self.states.start(sequence, match.blocks[num_resumed - 1] if num_resumed else None)
 
     # --- allocation ---------------------------------------------------------------------------------------------
 
@@ -144,9 +162,25 @@ class BlockManager:
             # By the block's number, so that sequences which started together publish in different steps.
             if not is_decode or num_tokens // size % PUBLISHED_TOGETHER == 0:
                 self.prefix_cache.publish(sequence, num_tokens)
+            if self.states is not None:
+                self._plan_snapshots(sequence, num_tokens, is_decode=is_decode)
         # A decode needs nothing until its last block is full. A prefill needs blocks for each chunk.
         sequence.next_block_boundary = len(table) * size if num_tokens >= len(sequence.token_ids) else 0
         return copy
+
+    def _plan_snapshots(self, sequence: Sequence, num_tokens: int, *, is_decode: bool) -> None:
+        """Plan the snapshots of a step that computes the sequence's tokens up to ``num_tokens``: see state_slots.py."""
+        assert self.states is not None
+        size, start = self.block_size, sequence.num_computed_tokens
+        if is_decode:
+            if start % size == 0:
+                self.states.keep(sequence, self.pool.blocks[sequence.block_table[start // size - 1]])
+            return
+        last_full = (sequence.num_tokens - 1) // size * size
+        wanted = {last_full, sequence.num_matched_tokens}
+        for position in sorted(position for position in wanted if start < position <= num_tokens):
+            if (block := self.prefix_cache.holder(sequence, position // size - 1)) is not None:
+                self.states.save(sequence, position, block)
 
     def extend(self, sequence: Sequence, num_tokens: int) -> int:
         """Grow the block table of a decoding sequence to hold draft tokens too; return the number of blocks added.
@@ -176,6 +210,8 @@ class BlockManager:
         child.num_computed_tokens = parent.num_computed_tokens
         child.num_matched_tokens = parent.num_matched_tokens
         child.next_block_boundary = parent.next_block_boundary = 0  # the first that writes copies the block
+        if self.states is not None:
+            self.states.fork(parent, child)
 
     def free(self, sequence: Sequence) -> None:
         """Release the sequence's blocks, the last block first, so that its end is evicted before its beginning."""
@@ -184,6 +220,8 @@ class BlockManager:
             sequence.host_table = []
         elif self.enable_prefix_caching:
             self.prefix_cache.publish(sequence, sequence.num_computed_tokens)
+        if self.states is not None:
+            self._leave_snapshot(sequence)
         for block_id in reversed(sequence.block_table):
             self.pool.release(self.pool.blocks[block_id])
         sequence.block_table = []
@@ -191,6 +229,20 @@ class BlockManager:
         sequence.num_matched_tokens = 0
         sequence.num_computed_tokens = 0
         sequence.next_block_boundary = 0
+
+    def _leave_snapshot(self, sequence: Sequence) -> None:
+        """Free the sequence's state; the snapshot of its answer stays, if the block that it hangs on is published."""
+        assert self.states is not None
+        if sequence.kept_block >= 0:
+            block = self.pool.blocks[sequence.kept_block]
+            if block.block_hash is None:
+                holder = self.prefix_cache.holder(sequence, sequence.block_table.index(sequence.kept_block))
+                if holder is None:
+                    self.states.detach(block.block_id)
+                else:
+                    self.states.move(block, holder)
+            sequence.kept_block = -1
+        self.states.release(sequence)
 
     def _take_block(self) -> Block:
         """Allocate a block; if all free blocks are cached, one of them is evicted."""
@@ -278,5 +330,8 @@ class BlockManager:
         self.pool.check_integrity(Counter(block_id for sequence in sequences for block_id in sequence.block_table))
         self.prefix_cache.check_integrity()
         self.host_pool.check_integrity(Counter(host_id for sequence in sequences for host_id in sequence.host_table))
+        if self.states is not None:
+            held = [block.block_id for block in self.pool.blocks if block.ref_count or block.block_hash is not None]
+            self.states.check_integrity(sequences, held)
         for sequence in sequences:
             assert not (sequence.block_table and sequence.host_table), f"{sequence.request_id} is in both pools"

@@ -21,7 +21,9 @@ The LRU prefix cache follows vLLM's PagedAttention (Kwon et al., 2023).
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as GenericSequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from engine.kv.block_pool import Block, BlockPool
 from engine.kv.block_store import BlockStore
@@ -29,16 +31,20 @@ from engine.kv.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEven
 from engine.prefix_hash import BYTES_PER_TOKEN, pack_tokens, packed_block_hash
 from engine.sequence import Sequence
 
-__all__ = ["PrefixCache", "PrefixMatch"]
+__all__ = ["Attachments", "PrefixCache", "PrefixMatch"]
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """The cached blocks that hold the first ``num_tokens`` tokens of a sequence: on the device, then in the store."""
+    """The cached blocks that hold the first ``num_tokens`` tokens of a sequence: on the device, then in the store.
+
+    The first ``num_resumed`` tokens need not be computed again; they are fewer where states must be.
+    """
 
     blocks: tuple[Block, ...] = ()
     pages: tuple[Block, ...] = ()
     num_tokens: int = 0
+    num_resumed: int = 0
 
     @property
     def num_blocks(self) -> int:
@@ -49,6 +55,19 @@ class PrefixMatch:
     def num_free_taken(self) -> int:
         """Blocks that are no longer free when a sequence uses the match: cached ones, and those for the pages."""
         return sum(block.ref_count == 0 for block in self.blocks) + len(self.pages)
+
+
+class Attachments(Protocol):
+    """What hangs on the blocks of the chain beside the keys and values of layers that attend to everything."""
+
+    def move(self, source: Block, target: Block) -> None:
+        """``target`` is published instead of ``source``, with the same tokens."""
+
+    def detach(self, block_id: int) -> None:
+        """The block is no longer published."""
+
+    def clear(self) -> None:
+        """No block is published any more."""
 
 
 class PrefixCache:
@@ -63,11 +82,13 @@ class PrefixCache:
     Attributes:
         epoch: how often the cache was reset; what a sequence of an earlier epoch computes is not published.
         num_evicted: cached blocks that left the device because a sequence needed a block.
+        attachments: told of what happens to the blocks that they hang on.
     """
 
     def __init__(self, pool: BlockPool, block_size: int, store: BlockStore, *, record_events: bool = False) -> None:
         self.epoch = 0
         self.num_evicted = 0
+        self.attachments: GenericSequence[Attachments] = ()
         self._pool = pool
         self._block_size = block_size
         self._store = store
@@ -81,7 +102,8 @@ class PrefixCache:
         blocks = self._chain(sequence, 0, sequence.cache_key, self._by_hash.get)
         parent = blocks[-1].content_id if blocks else sequence.cache_key
         pages = self._chain(sequence, len(blocks), parent, self._lookup_page)
-        return PrefixMatch(tuple(blocks), tuple(pages), (len(blocks) + len(pages)) * self._block_size)
+        num_tokens = (len(blocks) + len(pages)) * self._block_size
+        return PrefixMatch(tuple(blocks), tuple(pages), num_tokens, num_tokens)
 
     def _chain(
         self, sequence: Sequence, first: int, parent: int | str, lookup: Callable[[int], Block | None]
@@ -102,6 +124,13 @@ class PrefixCache:
     def _lookup_page(self, block_hash: int) -> Block | None:
         """Return a page of the store that is not on the device too, as blocks after an evicted parent may be."""
         return None if block_hash in self._by_hash else self._store.lookup(block_hash)
+
+    def holder(self, sequence: Sequence, index: int) -> Block | None:
+        """Return the block of the device that is published with what the sequence's block ``index`` holds."""
+        if index >= len(sequence.content_ids):
+            return None
+        block = self._by_hash.get(sequence.block_hashes[index])
+        return block if block is not None and block.content_id == sequence.content_ids[index] else None
 
     def is_on_device(self, block_hash: int | None) -> bool:
         """Whether a block of the device is published under this hash."""
@@ -184,6 +213,8 @@ class PrefixCache:
             if block.ref_count == 0:
                 self._pool.uncache(block)
         self._by_hash.clear()
+        for attached in self.attachments:
+            attached.clear()
         self._store.clear()
         self._record(AllBlocksCleared())
 
@@ -215,6 +246,8 @@ class PrefixCache:
         """
         assert unused.block_hash is not None
         block.copy_content(unused)
+        for attached in self.attachments:
+            attached.move(unused, block)
         self._by_hash[unused.block_hash] = block
         unused.forget_content()
         self._pool.uncache(unused)
@@ -227,6 +260,8 @@ class PrefixCache:
         block_hash = block.block_hash
         del self._by_hash[block_hash]
         block.forget_content()
+        for attached in self.attachments:
+            attached.detach(block.block_id)
         if block.ref_count == 0:
             self._pool.uncache(block)
         return block_hash

@@ -78,6 +78,10 @@ def _extend(beams: list[Sequence], continuations: list[Continuation], block_mana
 
     The first continuation of a beam reuses its sequence; further continuations are forks of it.
     """
+    continued = {continuation.parent for continuation in continuations}
+    for index, beam in enumerate(beams):
+        if index not in continued:  # before the forks, which need what these hold
+            block_manager.free(beam)
     successors = []
     reused_parents: set[int] = set()
     for index, continuation in enumerate(continuations):
@@ -90,9 +94,6 @@ def _extend(beams: list[Sequence], continuations: list[Continuation], block_mana
     for beam, continuation in zip(successors, continuations, strict=True):
         beam.cumulative_logprob = continuation.cumulative_logprob
         beam.token_ids.append(continuation.token_id)
-    for index, beam in enumerate(beams):
-        if index not in reused_parents:
-            block_manager.free(beam)
     for index, beam in enumerate(successors):
         beam.index = index
     return successors

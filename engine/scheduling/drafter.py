@@ -59,7 +59,7 @@ class Drafter:
             if step.num_new_tokens[index] != 1 or index in step.not_sampling or not sequence.is_plain_greedy:
                 continue
             draft = self._propose(sequence, step, num_blocks)
-            if draft:
+            if draft and (self._blocks.states is None or self._blocks.states.back_up(sequence)):
                 num_blocks -= self._blocks.extend(sequence, sequence.num_tokens + len(draft))
                 step.add_draft(index, draft)
 
@@ -86,9 +86,25 @@ class Drafter:
             output.num_accepted[sequence] = num_accepted
             sequence.num_computed_tokens += num_accepted
             self._blocks.free_draft_blocks(sequence)
+            if self._blocks.states is not None:
+                self._settle_state(sequence, num_accepted, len(draft))
             if sequence.is_finished and not was_finished:
                 ended.append(sequence)
         return ended
+
+    def _settle_state(self, sequence: Sequence, num_accepted: int, num_drafted: int) -> None:
+        """Let the states be those after the computed tokens.
+
+        A state that has seen a rejected token is that before the step again, and the accepted tokens are computed once
+        more. Their keys and values are written again too, with the same bits.
+        """
+        assert self._blocks.states is not None
+        if num_accepted == num_drafted or sequence.is_finished:
+            self._blocks.states.drop_backup(sequence)
+            return
+        self._blocks.states.restore(sequence)
+        sequence.num_computed_tokens -= 1 + num_accepted
+        sequence.next_block_boundary = 0  # it must be scheduled, like a prefill
 
 
 def _append_accepted(sequence: Sequence, draft: list[int], after_draft: GenericSequence[int]) -> int:

@@ -69,6 +69,8 @@ class Scheduler:
         self.block_manager = block_manager
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_running = min(max_num_seqs, max_num_batched_tokens)
+        if block_manager.states is not None:
+            self.max_num_running = min(self.max_num_running, block_manager.states.max_used)
         self.drafter = drafter
         self.queues = RequestQueues(block_manager, self.max_num_running)
         self.waiting = self.queues.waiting
@@ -78,7 +80,8 @@ class Scheduler:
         self._preemption = Preemption(self.queues)
         self._admission = Admission(self.queues)
         self._needs_scheduling: list[Sequence] = []  # see _sequences_to_schedule
-        self._has_idle = False  # whether running sequences were left out of the last step
+        # Whether running sequences were left out of the last step, or compute more than a token in the next one.
+        self._has_idle = False
         self._in_flight = False  # whether a step was launched and is not collected
         self._any_awaits_token = False
 
@@ -185,6 +188,7 @@ class Scheduler:
         ended = apply_sampled(output.sampling, sampled)
         if self.drafter is not None and output.drafts:
             ended += self.drafter.accept(output, sampled)
+            self._has_idle |= self.block_manager.states is not None  # some may have to be scheduled like prefills
         for sequence in ended:
             self.queues.end_running(sequence)
         updated = output.sampling

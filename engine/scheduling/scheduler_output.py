@@ -31,6 +31,9 @@ class SchedulerOutput:
     block_copies: list[BlockPair] = field(default_factory=list)
     swap_out: list[BlockPair] = field(default_factory=list)  # (block, host block): preempted and evicted ones
     swap_in: list[BlockPair] = field(default_factory=list)  # (host block, block): resumed and hit ones
+    state_copies: list[BlockPair] = field(default_factory=list)  # (slot, slot): with those of blocks
+    # The snapshots that are written while the step computes: of each sequence the tokens that each has seen, its slot.
+    state_saves: dict[Sequence, list[tuple[int, int]]] = field(default_factory=dict)
     admitted: list[SequenceGroup] = field(default_factory=list)  # started in this step
     preempted: list[SequenceGroup] = field(default_factory=list)
     dropped: list[Sequence] = field(default_factory=list)  # ended, since the pool cannot hold all answers of a request
@@ -42,7 +45,8 @@ class SchedulerOutput:
     @property
     def is_empty(self) -> bool:
         """Whether the step computes, copies and ends nothing."""
-        return not (self.sequences or self.swap_out or self.swap_in or self.block_copies or self.dropped)
+        copies = self.swap_out or self.swap_in or self.block_copies or self.state_copies
+        return not (self.sequences or copies or self.dropped)
 
     @property
     def num_tokens(self) -> int:

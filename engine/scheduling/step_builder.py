@@ -123,6 +123,8 @@ class StepBuilder:
         """Return the step. Groups whose prompt it completes are forked."""
         output = self.output
         output.swap_out, output.swap_in = self._blocks.host_pool.take_copies()
+        if self._blocks.states is not None:
+            output.state_copies, output.state_saves = self._blocks.states.take_copies()
         output.sequences, output.num_new_tokens = self.running.copy(), self.num_new_tokens
         output.sampling, output.logit_indices = output.sequences, range(len(output.sequences))
         may_fork = len(self.running) < self._queues.num_used_slots

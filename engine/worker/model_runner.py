@@ -68,7 +68,9 @@ class ModelRunner:
                 config.model, shard.hf_config, with_tokenizer=with_tokenizer
             )
             self.pools = self._allocate_cache()
-            self._planner = StepPlanner(self.block_size, *worker.block_tables.shape)
+            self._planner = StepPlanner(
+                self.block_size, *worker.block_tables.shape, has_states=self.pools.num_slots > 0
+            )
         except BaseException:
             self.close()
             raise

@@ -165,7 +165,7 @@ class ModelShard:
 
     def forward(self, model_input: ModelInput, kv_cache: KVCache) -> torch.Tensor:
         """Return the hidden states [num_tokens, hidden_size] of a batch, whose keys and values go to ``kv_cache``."""
-        context = ForwardContext(self.backend, model_input.metadata, kv_cache)
+        context = ForwardContext(self.backend, model_input.metadata, kv_cache, model_input.recurrent)
         hidden: torch.Tensor = self.model(model_input.token_ids, model_input.positions, context)
         return hidden
 

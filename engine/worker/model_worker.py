@@ -116,6 +116,8 @@ class ModelWorker:
             blocks.swap_in(plan.swap_in)
         if plan.block_copies:
             blocks.copy(plan.block_copies)
+        if plan.state_copies:
+            self.kv_cache.slots.copy(plan.state_copies)
 
     # --- start --------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +14,9 @@ from engine.kv.host_pool import BlockPair
 from kernels.attention_metadata import AttentionMetadata
 from kernels.cache.pending_tokens import take_pending_tokens
 from kernels.device_copy import to_device_together
+from kernels.recurrent.metadata import RecurrentMetadata
 
-__all__ = ["ModelInput", "StepPlan"]
+__all__ = ["ModelInput", "RecurrentPlan", "StepPlan"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,16 @@ class ModelInput:
     metadata: AttentionMetadata
     logit_indices: torch.Tensor  # int64 [num_sampled + num_draft_tokens]: tokens whose logits the sampler needs
     prompt_logit_indices: torch.Tensor  # int64 [n]: prompt tokens whose logits give the next one's log-probability
+    recurrent: RecurrentMetadata | None = None  # for layers with states
+
+
+class RecurrentPlan(NamedTuple):
+    """What a step does with states; see RecurrentMetadata."""
+
+    slots: npt.NDArray[np.int32]
+    starts: npt.NDArray[np.int32]
+    save_tokens: npt.NDArray[np.int32]
+    save_slots: npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +66,8 @@ class StepPlan:
     swap_out: list[BlockPair]
     swap_in: list[BlockPair]
     block_copies: list[BlockPair]
+    state_copies: list[BlockPair]
+    recurrent: RecurrentPlan | None  # None: the model has no states
 
     def to_device(self, block_tables: BlockTables, block_size: int) -> ModelInput:
         """Copy the arrays to the device of the rank's block tables, and write the changes of these."""
@@ -95,7 +109,12 @@ class StepPlan:
             ),
             logit_indices=logit_indices,
             prompt_logit_indices=prompt_logit_indices,
+            recurrent=None if self.recurrent is None else self._recurrent_metadata(self.recurrent, cu_seqlens_q),
         )
+
+    def _recurrent_metadata(self, plan: RecurrentPlan, cu_seqlens: torch.Tensor) -> RecurrentMetadata:
+        slots, starts, save_tokens, save_slots = to_device_together(plan, cu_seqlens.device)
+        return RecurrentMetadata(cu_seqlens, slots, starts, save_tokens, save_slots, self.num_decodes)
 
     def take_sampled(self, token_ids: torch.Tensor, sampled: torch.Tensor | None) -> None:
         """Replace the placeholders in the plan's ``token_ids`` on the device by the tokens that the last step sampled.

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from engine.kv.block_tables import TableTracker
 from engine.scheduling.scheduler_output import SchedulerOutput
 from engine.sequence import Sequence
-from engine.worker.step_plan import StepPlan
+from engine.worker.step_plan import RecurrentPlan, StepPlan
 
 __all__ = ["StepPlanner"]
 
@@ -28,10 +28,12 @@ class StepPlanner:
         block_size: tokens per block.
         num_rows: sequences in a batch, at most.
         max_blocks: blocks of a sequence, at most.
+        has_states: whether the model has recurrent layers.
     """
 
-    def __init__(self, block_size: int, num_rows: int, max_blocks: int) -> None:
+    def __init__(self, block_size: int, num_rows: int, max_blocks: int, *, has_states: bool = False) -> None:
         self._block_size = block_size
+        self._has_states = has_states
         self._tracker = TableTracker(num_rows, max_blocks)
         self._last_sampling: list[Sequence] = []  # the sequences that sample in the last planned step
 
@@ -64,6 +66,8 @@ class StepPlanner:
             swap_out=output.swap_out,
             swap_in=output.swap_in,
             block_copies=output.block_copies,
+            state_copies=output.state_copies,
+            recurrent=_recurrent_plan(output, batch) if self._has_states else None,
         )
 
     def forget_ranks(self) -> None:
@@ -84,8 +88,8 @@ class StepPlanner:
         # Tokens of the prefix match are not written again: their blocks may be shared.
         for index, sequence in enumerate(batch.sequences):
             if (num_rewritten := sequence.num_matched_tokens - sequence.num_computed_tokens) > 0:
-                first = batch.cu_seqlens[index]
-                slots[first : first + num_rewritten] = -1
+                first, end = batch.cu_seqlens[index : index + 2]
+                slots[first : min(first + num_rewritten, end)] = -1
         return positions, slots
 
     def _expect_rejected_drafts(self, output: SchedulerOutput) -> None:
@@ -152,6 +156,21 @@ def _pending_ids(decodes: list[Sequence], last_sampling: list[Sequence]) -> list
     return [
         ~index_of[decode] if decode.num_pending else decode.token_ids[decode.num_computed_tokens] for decode in decodes
     ]
+
+
+def _recurrent_plan(output: SchedulerOutput, batch: _Batch) -> RecurrentPlan:
+    """Return where the states of the batch are, and which of them are saved after which token."""
+    saves: list[tuple[int, int]] = []
+    for index, sequence in enumerate(batch.sequences):
+        if sequence in output.state_saves:
+            offset = int(batch.cu_seqlens[index] - batch.starts[index]) - 1  # from tokens seen to the last one's index
+            saves += [(offset + num_tokens, slot) for num_tokens, slot in output.state_saves[sequence]]
+    return RecurrentPlan(
+        slots=np.array([sequence.state_slot for sequence in batch.sequences], dtype=np.int32),
+        starts=(batch.starts == 0).astype(np.int32),
+        save_tokens=np.array([token for token, _ in saves], dtype=np.int32),
+        save_slots=np.array([slot for _, slot in saves], dtype=np.int32),
+    )
 
 
 def _prompt_logit_indices(output: SchedulerOutput, ends: _Ids) -> _Ids:

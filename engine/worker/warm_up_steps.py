@@ -1,6 +1,7 @@
 """The warm-up's steps: the largest one, whose peak of GPU memory is measured, and those that compile kernels.
 
-Their sequences all read and write block 0, because only shapes matter: they need a KV cache of one block.
+Their sequences all read and write block 0, because only shapes matter: they need a KV cache of one page in each pool.
+Only the first one has a slot for its states.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from engine.config import EngineConfig
 from engine.worker.step_plan import ModelInput
 from kernels.attention_metadata import AttentionMetadata, leading_decodes
+from kernels.recurrent.metadata import RecurrentMetadata
 
 __all__ = ["largest_step", "one_sequence"]
 
@@ -72,4 +74,12 @@ def _model_input(
         ),
         logit_indices=torch.arange(num_logits, device=device),
         prompt_logit_indices=torch.arange(num_prompt_logits, device=device),
+        recurrent=RecurrentMetadata(
+            cu_seqlens=tensor([0, *accumulate(query_lens)]),
+            slots=tensor([0] + [-1] * (len(lengths) - 1)),
+            starts=tensor([1] * len(lengths)),
+            save_tokens=tensor([]),
+            save_slots=tensor([]),
+            num_decodes=leading_decodes(query_lens),
+        ),
     )

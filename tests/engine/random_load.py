@@ -159,6 +159,10 @@ class RandomLoad:
         assert not self.engine._groups, "the engine keeps a request that has ended"
         self.counts["evicted"] = self.engine.block_manager.prefix_cache.num_evicted
         self.counts["swapped blocks"] = self.runner.num_copied["swap_in"]
+        self.counts["copied states"] = self.runner.num_copied["state"]
+        self.counts["saved states"] = self.runner.num_copied["saved state"]
+        if (states := self.engine.block_manager.states) is not None:
+            self.counts["evicted snapshots"] = states.num_evicted
 
     def _pick(self, pick: int) -> str:
         return list(self.requests)[pick % len(self.requests)]

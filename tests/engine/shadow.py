@@ -83,6 +83,7 @@ class ShadowRunner:
         self.block_size = info.block_size
         self.slots: dict[int, int] = {}
         self.host_slots: dict[int, int] = {}
+        self.states: dict[int, int] = {}  # the prefix that the state in each slot has seen
         self.ids = PrefixIds()
         self.num_steps = 0
         self.num_copied: Counter[str] = Counter()
@@ -108,6 +109,8 @@ class ShadowRunner:
             self.ids.chain(sequence.cache_key, self.tokens(sequence) + drafts.get(sequence, []))
             for sequence in output.sequences
         ]
+        if self.info.num_slots:
+            self._run_states(output, chains)
         written: set[int] = set()
         for sequence, count, chain in zip(output.sequences, output.num_new_tokens, chains, strict=True):
             assert count >= 1, "a scheduled sequence has an empty query"
@@ -142,6 +145,29 @@ class ShadowRunner:
             if held is not None:
                 target[slot] = held
         self.num_copied[name] += len(pairs)
+
+    def _run_states(self, output: SchedulerOutput, chains: list[list[int]]) -> None:
+        """Make the copies of states, check the state of every sequence, and let it see the step's tokens."""
+        assert len({to for _, to in output.state_copies}) == len(output.state_copies), "two states are copied to one"
+        read = [(to, self.states.get(slot)) for slot, to in output.state_copies]
+        for to, held in read:
+            assert held is not None, "a state is copied that was never computed"
+            self.states[to] = held
+        self.num_copied["state"] += len(read)
+        saved = [slot for saves in output.state_saves.values() for _, slot in saves]
+        used = [sequence.state_slot for sequence in output.sequences] + saved
+        assert len(set(used)) == len(used), "a state is written twice in one step"
+        assert set(output.state_saves) <= set(output.sequences), "a state is saved that is not computed"
+        for sequence, count, chain in zip(output.sequences, output.num_new_tokens, chains, strict=True):
+            start = sequence.num_computed_tokens
+            if start:
+                held = self.states.get(sequence.state_slot)
+                assert held == chain[start - 1], f"{sequence.request_id} continues a foreign state at {start}"
+            for num_tokens, slot in output.state_saves.get(sequence, ()):
+                assert start < num_tokens <= start + count, "a state is saved outside the step"
+                self.states[slot] = chain[num_tokens - 1]
+                self.num_copied["saved state"] += 1
+            self.states[sequence.state_slot] = chain[start + count - 1]
 
     def _sample(self, output: SchedulerOutput, chains: list[list[int]]) -> SampledTokens:
         sampled = SampledTokens([])
@@ -254,6 +280,7 @@ def make_engine(
     block_size: int = 4,
     max_model_len: int = 512,
     num_host_blocks: int = 0,
+    num_slots: int = 0,
     sink: MetricSink | None = None,
     on_kv_events: Callable[[KVEventBatch], None] | None = None,
     eos_token_ids: tuple[int, ...] = (),
@@ -276,6 +303,7 @@ def make_engine(
         eos_token_ids=eos_token_ids,
         default_sampling={},
         free_tokens=free_tokens,
+        num_slots=num_slots,
     )
     runner = ShadowRunner(info)
     return Engine(config, runner, sink, on_kv_events), runner
@@ -308,6 +336,10 @@ def check_integrity(engine: Engine) -> None:
         if engine._overlaps_steps:  # drafts in flight have blocks, and so has a token that is resampled on the host
             has_draft = engine._in_flight is not None and sequence in engine._in_flight.output.drafts
             held = len(sequence.block_table) if has_draft else max(held, min(len(sequence.block_table), held + 1))
+        if engine.block_manager.states is not None:  # tokens that a rejected draft has led to are computed again
+            held = max(
+                held, min(len(sequence.block_table), engine.block_manager.num_blocks_for(sequence.num_tokens - 1))
+            )
         assert len(sequence.block_table) == held, "a sequence holds blocks that it does not fill"
         assert sequence.num_computed_tokens <= sequence.num_tokens, "tokens are computed that are not there"
     assert all(not group.host_table for group in waiting if group.status is SequenceStatus.WAITING)

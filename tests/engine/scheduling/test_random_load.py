@@ -236,6 +236,41 @@ def test_five_thousand_random_steps_that_overlap() -> None:
     _drive_seeds(0, 5_000, LEAST_OVERLAPPED, async_scheduling=True)
 
 
+# With recurrent layers, whose states are copied, saved, forked and restored; a fifth of the drafts are rejected.
+LEAST_WITH_STATES = {
+    "finished": 5000,
+    "evicted": 20_000,
+    "prefill beside decode": 3000,
+    "preempted to recompute": 500,
+    "copied on write": 300,
+    "beam searches": 500,
+    "tokens drafted": 5000,
+    "tokens from drafts": 2000,
+    "cached": 500,
+    "copied states": 10_000,
+    "saved states": 5000,
+    "evicted snapshots": 3000,
+}
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3, 6, 12, 40])
+def test_random_steps_with_states(num_slots: int) -> None:
+    for seed in range(2):
+        drive(seed, num_slots=num_slots, num_host_blocks=0)
+
+
+@pytest.mark.parametrize(
+    ("first_seed", "num_steps"),
+    [
+        pytest.param(1_000, 20_000, marks=pytest.mark.long),
+        pytest.param(5_000, 80_000, marks=pytest.mark.exhaustive("more seeds than the 20,000 steps of CI")),
+    ],
+)
+def test_many_random_steps_with_states(first_seed: int, num_steps: int) -> None:
+    for num_slots in (3, 12):
+        _drive_seeds(first_seed, num_steps // 2, LEAST_WITH_STATES, num_slots=num_slots, num_host_blocks=0)
+
+
 @pytest.mark.parametrize(
     ("first_seed", "num_steps"),
     [

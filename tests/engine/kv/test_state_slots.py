@@ -1,0 +1,118 @@
+"""Slots for states: who has one, where snapshots hang, where a match resumes, and which snapshot is lost first."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.engine import Engine
+from engine.request import EngineRequest
+from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence
+from tests.engine.shadow import ShadowRunner, make_engine, run_to_end
+
+SIZE = 4
+
+
+def make(**options: object) -> tuple[Engine, ShadowRunner]:
+    return make_engine(**{"block_size": SIZE, "num_slots": 12, **options})  # type: ignore[arg-type]
+
+
+def ask(engine: Engine, name: str, prompt: list[int], max_tokens: int = 1) -> tuple[int, list[int]]:
+    """Return how many tokens of the prompt needed not be computed, and the answer."""
+    group = engine.add_request(EngineRequest(name, prompt, SamplingParams(temperature=0, max_tokens=max_tokens)))
+    tokens = run_to_end(engine)[name]
+    return group.sequences[0].num_cached_tokens, tokens
+
+
+@pytest.mark.parametrize(("length", "resumed"), [(10, 8), (9, 8), (8, 4), (5, 4), (4, 0), (3, 0)])
+def test_a_prompt_resumes_at_the_last_full_block_before_its_last_token(length: int, resumed: int) -> None:
+    engine, _ = make()
+    assert ask(engine, "first", list(range(length)))[0] == 0
+    assert ask(engine, "again", list(range(length)))[0] == resumed
+
+
+@pytest.mark.parametrize("budget", [3, 7, 64])
+def test_the_next_turn_resumes_at_the_last_full_block_of_the_answer(budget: int) -> None:
+    engine, runner = make(max_num_batched_tokens=budget)
+    prompt = list(range(10))
+    _, answer = ask(engine, "first", prompt, max_tokens=12)
+    assert answer == runner.answer(prompt, 12)
+    turn = [*prompt, *answer, 60, 61, 62]
+    assert ask(engine, "second", turn, max_tokens=3) == (20, runner.answer(turn, 3))  # its last token was not computed
+
+
+def test_where_prompts_part_the_second_one_leaves_a_snapshot_for_the_third() -> None:
+    engine, _ = make()
+    system = list(range(12))
+    resumed = [ask(engine, str(user), [*system, *range(user, user + 9)])[0] for user in (20, 40, 50)]
+    assert resumed == [0, 0, 12]
+
+
+def test_what_lies_beyond_the_snapshot_is_computed_but_not_stored_again() -> None:
+    engine, _ = make()
+    prompt = list(range(17))
+    ask(engine, "first", prompt)
+    manager = engine.block_manager
+    assert manager.states is not None
+    manager.states.clear()
+    used = []
+
+    def watch(sequence: Sequence) -> None:
+        used.append(list(sequence.block_table))
+
+    free = manager.free
+    manager.free = lambda sequence: (watch(sequence), free(sequence))[1]  # type: ignore[assignment, method-assign]
+    assert ask(engine, "again", prompt)[0] == 0
+    manager.free = free  # type: ignore[method-assign]
+    assert used[0][:4] == [block.block_id for block in manager.match_prefix(_sequence(engine, prompt)).blocks]
+    assert manager.pool.counts().cached == 4
+
+
+def _sequence(engine: Engine, prompt: list[int]) -> Sequence:
+    group = engine.add_request(EngineRequest("probe", prompt, SamplingParams(max_tokens=1)))
+    engine.abort("probe")
+    return group.sequences[0]
+
+
+def test_the_least_recently_used_snapshot_is_lost_first() -> None:
+    engine, _ = make(num_slots=4)  # two sequences may run, and two snapshots are left while both do
+    prompts = [list(range(first, first + 6)) for first in (0, 10, 20, 30, 40)]
+    for index, prompt in enumerate(prompts):
+        ask(engine, str(index), prompt)
+    assert [ask(engine, f"again {index}", prompts[index])[0] for index in (4, 3, 0)] == [4, 4, 0]
+
+
+def test_one_slot_is_for_the_sequence_that_runs() -> None:
+    engine, _ = make(num_slots=1)
+    assert engine.scheduler.max_num_running == 1
+    for name in ("first", "again"):
+        assert ask(engine, name, list(range(10)), max_tokens=20)[0] == 0
+
+
+def test_a_snapshot_dies_with_its_block() -> None:
+    engine, _ = make(num_blocks=4)
+    ask(engine, "first", list(range(10)))
+    ask(engine, "other", list(range(20, 35)))
+    assert engine.block_manager.states is not None
+    assert ask(engine, "again", list(range(10)))[0] == 0
+
+
+def test_a_reset_drops_the_snapshots() -> None:
+    engine, _ = make()
+    ask(engine, "first", list(range(10)))
+    engine.reset_prefix_cache()
+    assert engine.block_manager.states is not None
+    assert engine.block_manager.states.slots.counts().free == 12
+    assert ask(engine, "again", list(range(10)))[0] == 0
+
+
+def test_no_more_sequences_run_than_have_slots() -> None:
+    engine, _ = make(num_slots=6, max_num_seqs=16)
+    assert engine.scheduler.max_num_running == 4
+    for index in range(9):
+        engine.add_request(EngineRequest(str(index), [index] * 9, SamplingParams(temperature=0, max_tokens=30)))
+    most = 0
+    while engine.has_unfinished:
+        engine.step()
+        most = max(most, len(engine.scheduler.running))
+    assert most == 4
