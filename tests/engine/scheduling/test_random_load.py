@@ -238,18 +238,18 @@ def test_five_thousand_random_steps_that_overlap() -> None:
 
 # With recurrent layers, whose states are copied, saved, forked and restored; a fifth of the drafts are rejected.
 LEAST_WITH_STATES = {
-    "finished": 5000,
+    "finished": 4000,
     "evicted": 20_000,
     "prefill beside decode": 3000,
     "preempted to recompute": 500,
     "copied on write": 300,
-    "beam searches": 500,
+    "beam searches": 300,
     "tokens drafted": 5000,
     "tokens from drafts": 2000,
-    "cached": 500,
+    "cached": 250,
     "copied states": 10_000,
-    "saved states": 5000,
-    "evicted snapshots": 3000,
+    "saved states": 3000,
+    "evicted snapshots": 1000,
 }
 
 
