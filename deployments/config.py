@@ -25,7 +25,7 @@ from deployments.proxy.limits import ProxyLimits
 from deployments.routing.options import RoutingOptions
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.models.config.architectures import require_proven
+from engine.models.config.architectures import require_proven, require_served
 from engine.models.config.config_json import context_length, num_positions, read_config_json, rope_of
 from engine.models.config.text_parts import text_fields
 from engine.models.gguf.file import gguf_name, is_gguf, open_gguf
@@ -285,7 +285,8 @@ class AppConfig(_Options):
         engine = self.engine_config
         match config_json.get("architectures"):
             case [str(architecture), *_] if engine.model_impl != "pagoda":
-                require_proven(architecture)
+                require = require_proven if engine.model_impl == "transformers" else require_served
+                require(architecture)
         if type(longest := config_json.get("max_position_embeddings")) is int:
             context_length(engine.max_model_len, num_positions(longest, rope_of(config_json)))
 

@@ -23,7 +23,8 @@ from engine.models.config.implementation import read_shape
 from engine.models.config.model_config import load_hf_config
 from engine.models.config.transformers_config import TransformersConfig
 from engine.models.decoder.cpu_decoder import CpuDecoder
-from engine.models.decoder.decoder import Decoder, ForwardContext
+from engine.models.decoder.decoder import Decoder
+from engine.models.decoder.forward_context import ForwardContext
 from engine.models.decoder.loader import load_decoder
 from engine.models.tensor_parallel import TensorParallel
 from engine.worker.device import resolve_device

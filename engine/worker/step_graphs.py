@@ -9,7 +9,8 @@ import torch
 
 from engine.kv.block_tables import BlockTables
 from engine.kv.kv_cache import KVCache
-from engine.models.decoder.decoder import Decoder, ForwardContext
+from engine.models.decoder.decoder import Decoder
+from engine.models.decoder.forward_context import ForwardContext
 from engine.worker.graphs.decode_graphs import DecodeGraph, DecodeGraphs
 from engine.worker.graphs.device import CudaGraphDevice
 from engine.worker.model_shard import ModelShard

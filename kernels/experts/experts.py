@@ -5,68 +5,114 @@ On a CPU torch computes expert by expert, and kernels/cpu/experts.py in C; on a 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch.nn import functional as F
 
-__all__ = ["experts", "route", "routed_experts"]
+__all__ = ["SigmoidScores", "experts", "route", "routed_experts"]
+
+
+@dataclass(frozen=True, eq=False)
+class SigmoidScores:
+    """Scores that are sigmoids of the router's logits, in float32, instead of their softmax.
+
+    Attributes:
+        bias: float32 [num_experts], added to the scores for the choice, and not to the weights.
+        epsilon: added to the sum of the chosen scores, by which they are divided.
+        scale: factor of the weights.
+    """
+
+    bias: torch.Tensor | None = None
+    epsilon: float = 0.0
+    scale: float = 1.0
+
+    def choice(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return by what experts are chosen, [num_tokens, num_experts]."""
+        scores = logits.float().sigmoid()
+        return scores if self.bias is None else scores + self.bias
+
+    def weights(self, logits: torch.Tensor, ids: torch.Tensor, *, normalize: bool) -> torch.Tensor:
+        """Return the weights of the chosen experts, [num_tokens, top_k]."""
+        chosen = logits.float().sigmoid().gather(1, ids)
+        if normalize:
+            chosen = chosen / (chosen.sum(dim=-1, keepdim=True) + self.epsilon)
+        return chosen * self.scale
 
 
 def routed_experts(
     hidden: torch.Tensor,
     logits: torch.Tensor,
-    gate_up: torch.Tensor,
+    up: torch.Tensor,
     down: torch.Tensor,
     top_k: int,
     *,
     normalize: bool,
+    sigmoid: SigmoidScores | None = None,
+    gated: bool = True,
 ) -> torch.Tensor:
     """Return what ``experts`` computes with the weights and experts that ``route`` chooses."""
     if hidden.device.type == "cpu":
-        return experts(hidden, gate_up, down, *route(logits, top_k, normalize=normalize))
+        return experts(hidden, up, down, *route(logits, top_k, normalize=normalize, sigmoid=sigmoid), gated=gated)
     from kernels.experts.triton.experts import experts_triton
 
-    return experts_triton(hidden, logits, gate_up, down, top_k, normalize=normalize)
+    return experts_triton(hidden, logits, up, down, top_k, normalize=normalize, sigmoid=sigmoid, gated=gated)
 
 
-def route(logits: torch.Tensor, top_k: int, *, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def route(
+    logits: torch.Tensor, top_k: int, *, normalize: bool, sigmoid: SigmoidScores | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the ``top_k`` most probable experts of each token, the most probable first; of equal logits the first.
 
     Args:
         logits: [num_tokens, num_experts], of the router.
         top_k: experts of a token.
         normalize: divide the chosen experts' probabilities by their sum.
+        sigmoid: scores that take the place of the probabilities.
 
     Returns:
         The probabilities, float32, and the experts' indices, int64; both [num_tokens, top_k].
     """
-    ids = logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]  # topk may choose any of equal ones
+    choice = logits if sigmoid is None else sigmoid.choice(logits)
+    ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]  # topk may choose any of equal ones
+    if sigmoid is not None:
+        return sigmoid.weights(logits, ids, normalize=normalize), ids
     weights = logits.softmax(dim=-1, dtype=torch.float32).gather(1, ids)
     return weights / weights.sum(dim=-1, keepdim=True) if normalize else weights, ids
 
 
 def experts(
-    hidden: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+    hidden: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    *,
+    gated: bool = True,
 ) -> torch.Tensor:
-    """Return each token's weighted sum of its experts' SwiGLU, [num_tokens, hidden_size] in the dtype of ``hidden``.
+    """Return each token's weighted sum of its experts, [num_tokens, hidden_size] in the dtype of ``hidden``.
 
     Computed expert by expert, which waits for a GPU.
 
     Args:
         hidden: [num_tokens, hidden_size].
-        gate_up: [num_experts, 2 * intermediate_size, hidden_size], the rows of the gate before those of up.
+        up: [num_experts, 2 * intermediate_size, hidden_size], the rows of the gate before the others; half of that
+            if experts have no gate.
         down: [num_experts, hidden_size, intermediate_size].
         weights: float32 [num_tokens, top_k].
         ids: int64 [num_tokens, top_k], which experts.
+        gated: whether an expert is a SwiGLU; else it squares what a ReLU leaves.
     """
+    compute = _swiglu if gated else _squared_relu
     top_k = ids.shape[1]
     order = ids.flatten().argsort(stable=True)  # pairs of token and choice, by expert
-    counts = ids.flatten().bincount(minlength=len(gate_up)).tolist()
+    counts = ids.flatten().bincount(minlength=len(up)).tolist()
     outputs = torch.empty(len(order), hidden.shape[1], dtype=torch.float32, device=hidden.device)
     start = 0
     for expert, count in enumerate(counts):
         if count:
             pairs = order[start : start + count]
-            outputs[pairs] = _swiglu(hidden[pairs // top_k], gate_up[expert], down[expert]).float()
+            outputs[pairs] = compute(hidden[pairs // top_k], up[expert], down[expert]).float()
             start += count
     weighted = outputs.view(*ids.shape, hidden.shape[1]) * weights.unsqueeze(2)
     return weighted.sum(dim=1).to(hidden.dtype)
@@ -75,3 +121,7 @@ def experts(
 def _swiglu(rows: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
     gate, up = F.linear(rows, gate_up).chunk(2, dim=-1)
     return F.linear(F.silu(gate) * up, down)
+
+
+def _squared_relu(rows: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    return F.linear(F.relu(F.linear(rows, up)).square(), down)

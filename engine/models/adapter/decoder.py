@@ -19,7 +19,7 @@ from engine.kv.layer_cache import KeyValue
 from engine.models.adapter.attention import AttentionCall, attention_by
 from engine.models.config.shape import AttentionShape
 from engine.models.config.transformers_config import TransformersConfig
-from engine.models.decoder.decoder import ForwardContext
+from engine.models.decoder.forward_context import ForwardContext
 from engine.models.tensor_parallel import TensorParallel
 from kernels.attention.base import AttentionInputs
 from kernels.cache.store_kvcache import store_kvcache

@@ -28,6 +28,7 @@ from engine.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from engine.models.checkpoint.finite import is_finite
 from engine.models.checkpoint.own_memory import own_memory
 from engine.models.checkpoint.read_ahead import read_ahead
+from engine.models.checkpoint.stored_parts import Part
 from engine.models.checkpoint.weight_errors import weights_not_finite
 from engine.models.config.model_config import read_with_transformers
 from engine.models.config.transformers_config import TransformersConfig
@@ -150,7 +151,7 @@ def _read(checkpoint: Checkpoint, names: list[str], hf_config: Any, model_class:
     for name, weight in model.named_parameters():
         if not is_finite(weight):
             # transformers may have renamed and joined the stored tensors, so any of them may be the cause.
-            raise weights_not_finite(checkpoint, name, [(stored, None) for stored in checkpoint.names], dtype)
+            raise weights_not_finite(checkpoint, name, [Part(stored, None) for stored in checkpoint.names], dtype)
     return model
 
 

@@ -52,7 +52,7 @@ def shard_of(name: str, config: ModelConfig, rank: int, size: int) -> Shard | No
         inner = config.experts.shared_intermediate_size
         own_inner = inner // size
     features = {
-        "q_proj": (0, config.num_heads, own.num_heads, config.head_dim),
+        "q_proj": (0, config.num_heads, own.num_heads, config.head_dim * (2 if config.gates_attention else 1)),
         "k_proj": (0, config.num_kv_heads, own.num_kv_heads, config.head_dim),
         "v_proj": (0, config.num_kv_heads, own.num_kv_heads, config.head_dim),
         "o_proj": (1, config.num_heads, own.num_heads, config.head_dim),

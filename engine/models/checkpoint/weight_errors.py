@@ -9,26 +9,25 @@ import torch
 from engine.errors import ModelLoadError
 from engine.models.checkpoint.checkpoint import Checkpoint
 from engine.models.checkpoint.finite import is_finite
-from engine.models.checkpoint.sharding import Shard
+from engine.models.checkpoint.stored_parts import Part
 
 __all__ = ["weights_not_finite"]
 
 
-def weights_not_finite(
-    checkpoint: Checkpoint, name: str, parts: Iterable[tuple[str, Shard | None]], dtype: torch.dtype
-) -> ModelLoadError:
+def weights_not_finite(checkpoint: Checkpoint, name: str, parts: Iterable[Part], dtype: torch.dtype) -> ModelLoadError:
     """Return the error about a parameter that has become NaN or infinite, with the stored tensor that caused it.
 
     Args:
         checkpoint: is still open.
         name: of the parameter, named if no tensor explains it.
-        parts: names of stored tensors that may be the cause, and which part of each was read; None: all of it.
+        parts: of stored tensors, which may be the cause.
         dtype: what they were converted to.
     """
-    for stored_name, shard in parts:
+    for part in parts:
+        stored_name = part.name
         if not checkpoint.has_floats(stored_name):
             continue
-        stored = checkpoint.read(stored_name, shard)
+        stored = checkpoint.read(stored_name, part.shard)
         where = f"'{stored_name}' of '{checkpoint.file_of(stored_name)}' has"
         if not is_finite(stored):
             return ModelLoadError(f"{where} {_examples(stored, stored)} that are not finite; download the file again")

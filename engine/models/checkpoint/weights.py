@@ -1,6 +1,6 @@
 """read_weights: yields the parameters of our model from a checkpoint's tensors, one at a time.
 
-A parameter of ours is one tensor of the checkpoint or several concatenated ones (fused projections). Every parameter
+stored_parts.py says which tensors make up a parameter of ours. Every parameter
 must be found and every tensor used: a checkpoint that does not match its config is rejected before anything is read. A
 tensor-parallel rank reads only its own part of each tensor, so no process ever holds the whole model. Nothing here
 keeps a parameter that the caller has released.
@@ -18,26 +18,24 @@ import torch
 
 from engine.errors import ModelLoadError
 from engine.models.checkpoint.checkpoint import Checkpoint
-from engine.models.checkpoint.expert_weights import expert_parts, stored_block, unstack
+from engine.models.checkpoint.expert_weights import unstack
 from engine.models.checkpoint.finite import is_finite
 from engine.models.checkpoint.own_memory import own_memory
 from engine.models.checkpoint.progress import with_progress
 from engine.models.checkpoint.read_ahead import read_ahead
-from engine.models.checkpoint.sharding import Shard, shard_of
+from engine.models.checkpoint.sharding import Shard
+from engine.models.checkpoint.stored_parts import EMBEDDING, HEAD, Part, stored_parts, stored_with_prefix
 from engine.models.checkpoint.unneeded_bias import unneeded_biases
 from engine.models.checkpoint.weight_errors import weights_not_finite
 from engine.models.config.model_config import ModelConfig
 from engine.models.tensor_parallel import TensorParallel
 
-__all__ = ["EMBEDDING", "HEAD", "read_weights", "with_stored_head"]
+__all__ = ["read_weights", "with_stored_head"]
 
 logger = logging.getLogger(__name__)
 
-_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # old checkpoints store what the config implies
-_ROTATED = ("q_proj", "k_proj")
-EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
-_STORED_EMBEDDING = "model." + EMBEDDING
+_FLOAT32 = ("A_log", "dt_bias", "D", "expert_bias")  # small ones that are as exact as the files have them
 _COMPARED_ROWS = 1024  # at once, so that a comparison takes little memory
 
 
@@ -47,13 +45,14 @@ class _Parameter:
 
     name: str
     shape: list[int]  # this rank's
-    parts: list[tuple[str, Shard | None]]  # stored name, and this rank's part of it
-    orders: list[list[int] | None]  # of the elements of each part's heads, as RopeConfig.element_order has it
+    dtype: torch.dtype
+    parts: list[Part]
     is_tied_head: bool = False  # whether it shares the embedding's tensor
 
-    def num_bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes of memory that it takes."""
-        return 0 if self.is_tied_head else math.prod(self.shape) * dtype.itemsize
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory that it takes."""
+        return 0 if self.is_tied_head else math.prod(self.shape) * self.dtype.itemsize
 
 
 def with_stored_head(config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> ModelConfig:
@@ -62,11 +61,12 @@ def with_stored_head(config: ModelConfig, checkpoint: Checkpoint, dtype: torch.d
     Merged fine-tunes often store a trained head beside a config that still says ``tie_word_embeddings: true``.
     transformers computes with the stored head, too.
     """
-    if not (config.tie_word_embeddings and HEAD in checkpoint and _STORED_EMBEDDING in checkpoint):
+    embedding = stored_with_prefix(EMBEDDING, checkpoint, config)
+    if not (config.tie_word_embeddings and HEAD in checkpoint and embedding in checkpoint):
         return config
-    for name in (HEAD, _STORED_EMBEDDING):
+    for name in (HEAD, embedding):
         checkpoint.require_floats(name)
-    if _are_equal(checkpoint, HEAD, _STORED_EMBEDDING, dtype):
+    if _are_equal(checkpoint, HEAD, embedding, dtype):
         return config
     logger.warning(
         "'%s' of '%s' differs from the embedding and is used, although tie_word_embeddings is true",
@@ -122,57 +122,28 @@ def read_weights(
         ModelLoadError: if tensors are missing, unexpected, or of another shape than the config says; while they are
             read, if one has NaN or infinite weights.
     """
-    wanted = (_parameter(name, shape, checkpoint, config, parallel) for name, shape in unstack(shapes))
+    wanted = (_parameter(name, shape, checkpoint, config, parallel, dtype) for name, shape in unstack(shapes))
     parameters = _require_match(checkpoint, wanted, config)
-    checkpoint.expect(dict.fromkeys(name for parameter in parameters for name, _ in parameter.parts))
-    weights = _read_each(checkpoint, parameters, dtype, device, may_be_mapped)
+    checkpoint.expect(dict.fromkeys(part.name for parameter in parameters for part in parameter.parts))
+    weights = _read_each(checkpoint, parameters, device, may_be_mapped)
     if not show_progress:
         return weights
-    return with_progress(weights, {parameter.name: parameter.num_bytes(dtype) for parameter in parameters})
+    return with_progress(weights, {parameter.name: parameter.num_bytes for parameter in parameters})
 
 
 def _parameter(
-    name: str, shape: list[int], checkpoint: Checkpoint, config: ModelConfig, parallel: TensorParallel
+    name: str,
+    shape: list[int],
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    parallel: TensorParallel,
+    dtype: torch.dtype,
 ) -> _Parameter:
-    rank, size = parallel.rank, parallel.size
-    if config.experts is not None and (experts := expert_parts(name, checkpoint, config.experts, rank, size)):
-        return _Parameter(name, shape, [*experts], [None] * len(experts))
-    stored = _stored_names(name, checkpoint, config)
-    shards = [shard_of(part, config, rank, size) for part in stored]
-    order = config.rope.element_order(config.head_dim)
-    orders = [order if any(module in part for module in _ROTATED) else None for part in stored]
-    for fused, modules in _FUSED.items():
-        if fused in name and fused in config.family.fused:
-            stored = ["model." + name] * len(modules)
-            shards = _within_fused(shards)
+    parts = stored_parts(name, checkpoint, config, parallel.rank, parallel.size)
+    is_router = config.experts is not None and config.experts.float32_router and name.endswith(".mlp.gate.weight")
+    is_float32 = is_router or name.rpartition(".")[2] in _FLOAT32
     is_tied_head = name == HEAD and config.tie_word_embeddings
-    return _Parameter(name, shape, list(zip(stored, shards, strict=True)), orders, is_tied_head)
-
-
-def _within_fused(shards: Sequence[Shard | None]) -> list[Shard | None]:
-    """Return the same parts of tensors that one fused tensor stores one after another."""
-    within: list[Shard | None] = []
-    full, start = sum(shard.full for shard in shards if shard is not None), 0
-    for shard in shards:
-        assert shard is not None  # fused projections are always sharded
-        within.append(Shard(shard.dim, full, start + shard.start, start + shard.stop))
-        start += shard.full
-    return within
-
-
-def _stored_names(name: str, checkpoint: Checkpoint, config: ModelConfig) -> list[str]:
-    """Return the checkpoint's names of our parameter ``name``: several where it is fused."""
-    if config.tie_word_embeddings and name in (EMBEDDING, HEAD):  # some checkpoints store the one, some the other
-        return [_STORED_EMBEDDING if _STORED_EMBEDDING in checkpoint or HEAD not in checkpoint else HEAD]
-    if name == HEAD:
-        return [HEAD]
-    *path, module, kind = name.split(".")
-    if module in config.family.stored_norms:
-        return [".".join(("model", *path, config.family.stored_norms[module], kind))]
-    for fused, parts in _FUSED.items():
-        if fused in name:
-            return ["model." + name.replace(fused, part) for part in parts]
-    return [stored_block(name, checkpoint)]
+    return _Parameter(name, shape, torch.float32 if is_float32 else dtype, parts, is_tied_head)
 
 
 def _require_match(checkpoint: Checkpoint, wanted: Iterable[_Parameter], config: ModelConfig) -> list[_Parameter]:
@@ -183,11 +154,14 @@ def _require_match(checkpoint: Checkpoint, wanted: Iterable[_Parameter], config:
     unused, parameters = set(checkpoint.names), []
     for parameter in wanted:
         parameters.append(parameter)
-        for name, shard in parameter.parts:
-            checkpoint.require(name, parameter.shape if shard is None else shard.stored_shape(parameter.shape))
-            unused.discard(name)
+        for part in parameter.parts:
+            shape = parameter.shape if part.shard is None else part.shard.stored_shape(parameter.shape)
+            checkpoint.require(part.name, shape)
+            unused.discard(part.name)
     if config.tie_word_embeddings:
         unused.discard(HEAD)  # a copy that some checkpoints keep
+    if (ignored := config.family.ignored) is not None:
+        unused = {name for name in unused if not name.startswith(ignored)}
     unused -= unneeded_biases(checkpoint, unused)
     if left := sorted(name for name in unused if not _DERIVED.search(name)):
         raise ModelLoadError(
@@ -200,25 +174,24 @@ def _require_match(checkpoint: Checkpoint, wanted: Iterable[_Parameter], config:
 def _read_each(
     checkpoint: Checkpoint,
     parameters: Sequence[_Parameter],
-    dtype: torch.dtype,
     device: torch.device,
     may_be_mapped: Callable[[str], bool],
 ) -> Iterator[tuple[str, torch.Tensor]]:
     def read(parameter: _Parameter) -> torch.Tensor | None:
         if parameter.is_tied_head:
             return None  # the embedding is yielded again
-        for name, _ in parameter.parts:
-            checkpoint.reached(name)
+        for part in parameter.parts:
+            checkpoint.reached(part.name)
         is_mapped = may_be_mapped(parameter.name) and ".experts." not in parameter.name  # those are put into one tensor
-        weight = _assemble(checkpoint, parameter, dtype, device, may_be_mapped=is_mapped)
+        weight = _assemble(checkpoint, parameter, device, may_be_mapped=is_mapped)
         if not is_finite(weight):
-            raise weights_not_finite(checkpoint, parameter.name, parameter.parts, dtype)
+            raise weights_not_finite(checkpoint, parameter.name, parameter.parts, parameter.dtype)
         return weight
 
     is_tied = any(parameter.is_tied_head for parameter in parameters)
     embedding: torch.Tensor | None = None
     for parameter, weight in read_ahead(
-        parameters, read, lambda parameter: parameter.num_bytes(dtype), checkpoint.largest_file_bytes
+        parameters, read, lambda parameter: parameter.num_bytes, checkpoint.largest_file_bytes
     ):
         if is_tied and parameter.name == EMBEDDING:
             embedding = weight  # held for the head
@@ -230,22 +203,25 @@ def _read_each(
 
 
 def _assemble(
-    checkpoint: Checkpoint, parameter: _Parameter, dtype: torch.dtype, device: torch.device, *, may_be_mapped: bool
+    checkpoint: Checkpoint, parameter: _Parameter, device: torch.device, *, may_be_mapped: bool
 ) -> torch.Tensor:
     """Return a parameter on the device: a view of the file if it may be and its bytes need no change, else a copy."""
-    name = parameter.parts[0][0]
-    if may_be_mapped and len(parameter.parts) == 1 and device.type == "cpu" and not checkpoint.is_packed(name):
-        weight = checkpoint.read(*parameter.parts[0])
+    first, dtype = parameter.parts[0], parameter.dtype
+    may_be_mapped = may_be_mapped and len(parameter.parts) == 1 and first.is_as_stored and device.type == "cpu"
+    if may_be_mapped and not checkpoint.is_packed(first.name):
+        weight = checkpoint.read(first.name, first.shard)
         if list(weight.shape) == parameter.shape and weight.dtype == dtype:
             return weight
     weight = _new_tensor(parameter.shape, dtype, device)
     filled = 0
-    for (name, shard), order in zip(parameter.parts, parameter.orders, strict=True):
-        count = len(weight) if shard is None or shard.dim else shard.stop - shard.start
-        part = weight[filled : filled + count]
-        checkpoint.read_into(part, name, shard)
-        if order is not None:
-            part.copy_(part.view(-1, len(order), *part.shape[1:])[:, order].flatten(0, 1))
+    for part in parameter.parts:
+        count = len(weight) if part.shard is None or part.shard.dim else part.shard.stop - part.shard.start
+        rows = weight[filled : filled + count]
+        checkpoint.read_into(rows, part.name, part.shard)
+        if part.order is not None:
+            rows.copy_(rows.view(-1, len(part.order), *rows.shape[1:])[:, part.order].flatten(0, 1))
+        if part.scale != 1.0:
+            rows.mul_(part.scale)
         filled += count
     weight[filled:].zero_()  # the last ranks' part of the vocabulary may be padded
     return weight

@@ -1,4 +1,4 @@
-"""Architectures that the adapter serves; others are refused, with the reason.
+"""Architectures that our own decoder or the adapter serves; others are refused, with the reason.
 
 An architecture is in PROVEN because tests/engine/models/adapter compares its answers with transformers' own. That
 nothing crashes proves nothing: a model with recurrent layers runs, and its answers are wrong from the second step on.
@@ -7,9 +7,10 @@ nothing crashes proves nothing: a model with recurrent layers runs, and its answ
 from __future__ import annotations
 
 from engine.errors import ModelLoadError
+from engine.models.config.families import ARCHITECTURES
 from engine.models.config.refused import reason_of
 
-__all__ = ["ALIASES", "PROVEN", "TENSOR_PARALLEL", "WITH_SINKS", "require_proven"]
+__all__ = ["ALIASES", "PROVEN", "TENSOR_PARALLEL", "WITH_SINKS", "require_proven", "require_served"]
 
 PROVEN = frozenset(
     {
@@ -132,9 +133,19 @@ _REMEDIES = dict.fromkeys(
 )
 
 
-def require_proven(architecture: str) -> str:
+def require_served(architecture: str) -> str:
     """Return transformers' name of an architecture; raise ModelLoadError, with the reason, unless it is served."""
+    return architecture if architecture in ARCHITECTURES else require_proven(architecture)
+
+
+def require_proven(architecture: str) -> str:
+    """Return the name as ``require_served`` does; raise ModelLoadError unless transformers' modules may compute it."""
     name = ALIASES.get(architecture, architecture)
+    if name not in PROVEN and name in ARCHITECTURES:
+        raise ModelLoadError(
+            f"architecture '{name}' is computed by our own decoder alone: transformers' modules do not keep its states "
+            "in the KV cache; set model_impl to auto"
+        )
     if name not in PROVEN:
         remedy = _REMEDIES.get(name, _SEE)
         raise ModelLoadError(f"architecture '{architecture}' is not supported: {reason_of(name)}; {remedy}")

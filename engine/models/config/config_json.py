@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError, ModelLoadError, shown
-from engine.models.config.architectures import ALIASES, PROVEN, require_proven
+from engine.models.config.architectures import ALIASES, PROVEN, require_served
 from engine.models.config.families import ARCHITECTURES
 from engine.models.config.json_file import read_json
 from engine.models.config.limits import require_plausible
@@ -59,7 +59,7 @@ def read_config_json(path: str | Path) -> dict[str, Any]:
         _ignore_own_code(raw, path)
     match text_fields(raw).get("architectures"):
         case [str(name), *_]:
-            require_proven(name)
+            require_served(name)
     read_quantization(directory, raw)
     raw = without_quantization(raw)  # to models, dequantised weights are like any
     require_plausible(raw, path)
@@ -70,7 +70,7 @@ def _require_not_refused(raw: dict[str, Any]) -> None:
     """Raise ModelLoadError for an architecture that is refused with a reason, which is a better one than its code."""
     match text_fields(raw).get("architectures"):
         case [str(name), *_] if name in REFUSED or name in REFUSED_TEXT_PARTS:
-            require_proven(name)
+            require_served(name)
 
 
 def _ignore_own_code(raw: dict[str, Any], path: str | Path) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
-from engine.errors import ConfigError, ModelLoadError, shown
+from engine.errors import ModelLoadError, UnsupportedModelError, shown
+from engine.models.config.divided import divided
+from engine.models.config.families import ExpertsFormat
 from engine.models.config.limits import require_integer
 
 __all__ = ["ExpertsShape"]
+
+Scores = Literal["softmax", "sigmoid"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,10 +23,18 @@ class ExpertsShape:
     Attributes:
         num_experts: routed experts of a layer.
         experts_per_token: how many of them compute a token, the most probable ones.
-        intermediate_size: features of one expert's SwiGLU.
-        normalizes_weights: whether the chosen experts' probabilities are divided by their sum.
+        intermediate_size: features of one expert's feed-forward.
+        normalizes_weights: whether the chosen experts' scores are divided by their sum.
         shared_intermediate_size: features of the expert that computes every token; 0 if there is none.
-        layers: indices of the layers that have experts; the others have a dense feed-forward.
+        layers: indices of the layers that have experts; the others have a dense feed-forward, or none.
+        scores: what becomes of the router's logits.
+        norm_epsilon: is added to the sum of the chosen scores.
+        weight_scale: factor of the chosen experts' weights.
+        has_choice_bias: whether a bias is added to the scores for the choice, and not to the weights.
+        float32_router: whether the router's weights are float32 in any model.
+        gates_shared_expert: whether the shared expert's output is multiplied by the sigmoid of a logit.
+        has_gate: whether an expert is a SwiGLU; else it squares what a ReLU leaves.
+        latent_size: features that routed experts read and write, by projections around all of them; None: no such.
     """
 
     num_experts: int
@@ -30,39 +43,37 @@ class ExpertsShape:
     normalizes_weights: bool
     shared_intermediate_size: int
     layers: frozenset[int]
+    scores: Scores = "softmax"
+    norm_epsilon: float = 0.0
+    weight_scale: float = 1.0
+    has_choice_bias: bool = False
+    float32_router: bool = False
+    gates_shared_expert: bool = True
+    has_gate: bool = True
+    latent_size: int | None = None
 
     @classmethod
-    def from_hf(cls, config: Any, *, has_options: bool) -> ExpertsShape | None:
-        """Read a transformers config of Qwen2-MoE, Qwen3-MoE or Mixtral; None if no layer has experts.
+    def from_hf(cls, config: Any, experts_format: ExpertsFormat) -> ExpertsShape | None:
+        """Read a transformers config; None if no layer has experts.
 
         Args:
             config: of transformers, which maps Mixtral's num_local_experts to num_experts.
-            has_options: see ``Family.has_expert_options``.
+            experts_format: of the family.
 
         Raises:
             ModelLoadError: if a token needs more experts than a layer has, or none, or a size is not an integer.
+            UnsupportedModelError: for experts that a token chooses by groups.
         """
-        num_experts = require_integer(config, "num_experts", smallest=0)
-        layers = _sparse_layers(config) if has_options else frozenset(range(config.num_hidden_layers))
-        if not layers or not num_experts:
+        shape = _READERS[experts_format](config)
+        if not shape.layers or not shape.num_experts:
             return None
         experts_per_token = require_integer(config, "num_experts_per_tok")
-        if experts_per_token > num_experts:
+        if experts_per_token > shape.num_experts:
             raise ModelLoadError(
-                f"num_experts_per_tok={experts_per_token} is not between 1 and the {num_experts} experts of a "
+                f"num_experts_per_tok={experts_per_token} is not between 1 and the {shape.num_experts} experts of a "
                 "layer; correct config.json"
             )
-        has_shared_expert = has_options and hasattr(config, "shared_expert_intermediate_size")
-        return cls(
-            num_experts=num_experts,
-            experts_per_token=experts_per_token,
-            intermediate_size=require_integer(config, "moe_intermediate_size" if has_options else "intermediate_size"),
-            normalizes_weights=not has_options or bool(config.norm_topk_prob),
-            shared_intermediate_size=(
-                require_integer(config, "shared_expert_intermediate_size", smallest=0) if has_shared_expert else 0
-            ),
-            layers=layers,
-        )
+        return replace(shape, experts_per_token=experts_per_token)
 
     def shard(self, size: int) -> ExpertsShape:
         """Return the share of one of ``size`` tensor-parallel ranks: a part of the features of every expert.
@@ -70,17 +81,104 @@ class ExpertsShape:
         Raises:
             ConfigError: if the features cannot be divided by ``size``.
         """
-        for name, count in (("expert", self.intermediate_size), ("shared expert", self.shared_intermediate_size)):
-            if count % size:
-                raise ConfigError(
-                    f"tensor_parallel_size={size} does not divide the {count} features of the model's {name}; "
-                    "choose another size"
-                )
         return replace(
             self,
-            intermediate_size=self.intermediate_size // size,
-            shared_intermediate_size=self.shared_intermediate_size // size,
+            intermediate_size=divided(self.intermediate_size, size, "features of an expert"),
+            shared_intermediate_size=divided(self.shared_intermediate_size, size, "features of the shared expert"),
         )
+
+
+def _qwen(config: Any) -> ExpertsShape:
+    """Read Qwen2-MoE, Qwen3-MoE, Qwen3-Next or Qwen3.5-MoE, whose weights are always normalised."""
+    return ExpertsShape(
+        num_experts=require_integer(config, "num_experts", smallest=0),
+        experts_per_token=0,
+        intermediate_size=require_integer(config, "moe_intermediate_size"),
+        normalizes_weights=bool(getattr(config, "norm_topk_prob", True)),
+        shared_intermediate_size=_shared(config, "shared_expert_intermediate_size"),
+        layers=_sparse_layers(config) if hasattr(config, "decoder_sparse_step") else _all_layers(config),
+    )
+
+
+def _mixtral(config: Any) -> ExpertsShape:
+    return ExpertsShape(
+        num_experts=require_integer(config, "num_experts", smallest=0),
+        experts_per_token=0,
+        intermediate_size=require_integer(config, "intermediate_size"),
+        normalizes_weights=True,
+        shared_intermediate_size=0,
+        layers=_all_layers(config),
+    )
+
+
+def _lfm2(config: Any) -> ExpertsShape:
+    num_dense = require_integer(config, "num_dense_layers", smallest=0)
+    return ExpertsShape(
+        num_experts=require_integer(config, "num_experts", smallest=0),
+        experts_per_token=0,
+        intermediate_size=require_integer(config, "moe_intermediate_size"),
+        normalizes_weights=bool(config.norm_topk_prob),
+        shared_intermediate_size=0,
+        layers=frozenset(range(num_dense, config.num_hidden_layers)),
+        scores="sigmoid",
+        norm_epsilon=1e-6,
+        weight_scale=float(config.routed_scaling_factor),
+        has_choice_bias=bool(config.use_expert_bias),
+    )
+
+
+def _granite(config: Any) -> ExpertsShape:
+    return ExpertsShape(
+        num_experts=require_integer(config, "num_local_experts", smallest=0),
+        experts_per_token=0,
+        intermediate_size=require_integer(config, "intermediate_size"),
+        normalizes_weights=True,
+        shared_intermediate_size=require_integer(config, "shared_intermediate_size"),
+        layers=_all_layers(config),
+        gates_shared_expert=False,
+    )
+
+
+def _nemotron(config: Any) -> ExpertsShape:
+    if config.n_group != 1:
+        raise UnsupportedModelError(
+            f"n_group={shown(config.n_group)} is not supported, only experts that are chosen among all; "
+            "docs/models.md lists what is served"
+        )
+    has_latent = config.moe_latent_size is not None
+    return ExpertsShape(
+        num_experts=require_integer(config, "n_routed_experts", smallest=0),
+        experts_per_token=0,
+        intermediate_size=require_integer(config, "moe_intermediate_size"),
+        normalizes_weights=bool(config.norm_topk_prob),
+        shared_intermediate_size=require_integer(config, "moe_shared_expert_intermediate_size"),
+        layers=frozenset(layer for layer, kind in enumerate(config.layer_types) if kind == "moe"),
+        scores="sigmoid",
+        norm_epsilon=1e-20,
+        weight_scale=float(config.routed_scaling_factor),
+        has_choice_bias=True,
+        float32_router=True,
+        gates_shared_expert=False,
+        has_gate=False,
+        latent_size=require_integer(config, "moe_latent_size") if has_latent else None,
+    )
+
+
+_READERS: dict[ExpertsFormat, Callable[[Any], ExpertsShape]] = {
+    "qwen": _qwen,
+    "mixtral": _mixtral,
+    "lfm2": _lfm2,
+    "granite": _granite,
+    "nemotron": _nemotron,
+}
+
+
+def _shared(config: Any, name: str) -> int:
+    return require_integer(config, name, smallest=0) if hasattr(config, name) else 0
+
+
+def _all_layers(config: Any) -> frozenset[int]:
+    return frozenset(range(config.num_hidden_layers))
 
 
 def _sparse_layers(config: Any) -> frozenset[int]:

@@ -6,22 +6,32 @@ It says what a config.json of that architecture means and what its checkpoint ca
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-__all__ = ["ARCHITECTURES", "Family", "NormPlacement", "QKNorm"]
+from engine.models.config.stored_names import (
+    BAMBA,
+    GEMMA,
+    GLM4,
+    GRANITE_HYBRID,
+    LFM2,
+    MAMBA2,
+    NEMOTRON_H,
+    OLMO,
+    QWEN_GATED_DELTA,
+)
+
+__all__ = ["ARCHITECTURES", "ExpertsFormat", "Family", "HasRope", "NormPlacement", "QKNorm", "RecurrentKind"]
 
 NormPlacement = Literal["before", "after", "around"]  # of attention and feed-forward
 QKNorm = Literal["none", "head", "projection"]  # of queries and keys: none, over each head, over all heads together
 
+RecurrentKind = Literal["gated_delta", "mamba", "conv"]
+ExpertsFormat = Literal["qwen", "mixtral", "lfm2", "granite", "nemotron"]
+HasRope = Literal["always", "optional", "never"]  # optional: if the config's position_embedding_type says so
+
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-_POST_ATTENTION, _POST_MLP = "attention_output_norm", "mlp_output_norm"  # in decoder.py
-_OLMO_NORMS = {_POST_ATTENTION: "post_attention_layernorm", _POST_MLP: "post_feedforward_layernorm"}
-_GEMMA_NORMS = {
-    _POST_ATTENTION: "post_attention_layernorm",
-    "post_attention_layernorm": "pre_feedforward_layernorm",
-    _POST_MLP: "post_feedforward_layernorm",
-}
+_ATTENTION = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True)
@@ -32,10 +42,13 @@ class Family:
         qk_norm: the RMSNorm of queries and keys.
         qkv_bias, output_bias: of the attention's linear layers; None: config.json's attention_bias decides.
         norms: where a layer's RMSNorms are.
-        stored_norms: the checkpoint's names of norms that have other names in decoder.py.
+        stored_names: the checkpoint's names of modules that have other names in our decoder: see stored_names.py.
+        prefixes: one of them is before the names of all weights but the head's.
+        ignored: the beginning of the names of weights that are not needed.
         norms_add_one: norms multiply by 1 + their weight.
         scales_embedding: embeddings are multiplied by sqrt(hidden_size), rounded to their dtype.
         has_multipliers: the config has Granite's four multipliers.
+        has_projection_multipliers: the config has Falcon-H1's multipliers of projections, embeddings and logits.
         has_query_scalar: the scale of attention is query_pre_attn_scalar ** -0.5.
         caps_attention, caps_logits: the config's attn_logit_softcapping and final_logit_softcapping have an effect.
         activation_field: the config's field for the feed-forward's activation.
@@ -45,19 +58,27 @@ class Family:
         has_unrotated_layers: the config's no_rope_layers says which layers have RoPE.
         has_rope_by_layer_type: the RoPE parameters are one set for each type of layer.
         rope_types: the kinds of RoPE that transformers computes as our tables have it.
-        has_experts: feed-forwards may be mixtures of experts.
-        has_expert_options: the config says which layers have experts, how large they are, and whether their weights
-            are normalised. Without it all layers have experts, of intermediate_size, and the weights are normalised.
+        has_rope: whether attention has RoPE.
+        experts: how the config describes mixtures of experts; None: no layer has any.
+        layer_types: what layers the config's layer_types may name.
+        recurrent: what recurrent layers are; None: there are none.
+        has_single_halves: a layer either mixes tokens or has a feed-forward, as its type says.
+        gates_attention: attention's output is multiplied by the sigmoid of a gate, stored with each head's query.
+        has_feed_forward_gate: feed-forwards multiply by a gate; without it they square what a ReLU leaves.
+        eps_field: the config's field for the epsilon of norms.
     """
 
     qk_norm: QKNorm = "none"
     qkv_bias: bool | None = False
     output_bias: bool | None = False
     norms: NormPlacement = "before"
-    stored_norms: Mapping[str, str] = field(default_factory=dict)
+    stored_names: Mapping[str, str] = field(default_factory=dict)
+    prefixes: tuple[str, ...] = ("model.",)
+    ignored: str | None = None
     norms_add_one: bool = False
     scales_embedding: bool = False
     has_multipliers: bool = False
+    has_projection_multipliers: bool = False
     has_query_scalar: bool = False
     caps_attention: bool = False
     caps_logits: bool = False
@@ -68,8 +89,38 @@ class Family:
     has_unrotated_layers: bool = False
     has_rope_by_layer_type: bool = False
     rope_types: tuple[str, ...] = _ROPE_TYPES
-    has_experts: bool = False
-    has_expert_options: bool = True
+    has_rope: HasRope = "always"
+    experts: ExpertsFormat | None = None
+    layer_types: tuple[str, ...] = _ATTENTION
+    recurrent: RecurrentKind | None = None
+    has_single_halves: bool = False
+    gates_attention: bool = False
+    has_feed_forward_gate: bool = True
+    eps_field: str = "rms_norm_eps"
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether feed-forwards may be mixtures of experts."""
+        return self.experts is not None
+
+
+_HYBRID = ("full_attention", "linear_attention")
+_LFM2 = Family(
+    qk_norm="head", layer_types=("full_attention", "conv"), recurrent="conv", eps_field="norm_eps", stored_names=LFM2
+)
+_QWEN_GATED_DELTA = Family(
+    qk_norm="head",
+    qkv_bias=None,
+    output_bias=None,
+    norms_add_one=True,
+    stored_names=QWEN_GATED_DELTA,
+    ignored="mtp.",
+    rotates_partially=True,
+    rope_types=("default", "yarn"),
+    layer_types=_HYBRID,
+    recurrent="gated_delta",
+    gates_attention=True,
+)
 
 
 ARCHITECTURES = {
@@ -77,23 +128,21 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": Family(qkv_bias=True),
     "LlamaForCausalLM": Family(qkv_bias=None, output_bias=None),
     "MistralForCausalLM": Family(),
-    "Qwen3MoeForCausalLM": Family(qk_norm="head", qkv_bias=None, output_bias=None, has_experts=True),
-    "Qwen2MoeForCausalLM": Family(qkv_bias=True, has_experts=True),
-    "MixtralForCausalLM": Family(has_experts=True, has_expert_options=False),
+    "Qwen3MoeForCausalLM": Family(qk_norm="head", qkv_bias=None, output_bias=None, experts="qwen"),
+    "Qwen2MoeForCausalLM": Family(qkv_bias=True, experts="qwen"),
+    "MixtralForCausalLM": Family(experts="mixtral"),
     "SmolLM3ForCausalLM": Family(qkv_bias=None, output_bias=None, has_unrotated_layers=True),
     "Phi3ForCausalLM": Family(
         fused=frozenset({"qkv_proj", "gate_up_proj"}), rotates_partially=True, rope_types=("default", "longrope")
     ),
     "GraniteForCausalLM": Family(qkv_bias=None, output_bias=None, has_multipliers=True),
-    "Olmo2ForCausalLM": Family(
-        qk_norm="projection", qkv_bias=None, output_bias=None, norms="after", stored_norms=_OLMO_NORMS
-    ),
+    "Olmo2ForCausalLM": Family(qk_norm="projection", qkv_bias=None, output_bias=None, norms="after", stored_names=OLMO),
     "Olmo3ForCausalLM": Family(
         qk_norm="projection",
         qkv_bias=None,
         output_bias=None,
         norms="after",
-        stored_norms=_OLMO_NORMS,
+        stored_names=OLMO,
         has_rope_by_layer_type=True,
     ),
     "GlmForCausalLM": Family(
@@ -106,7 +155,7 @@ ARCHITECTURES = {
     "Glm4ForCausalLM": Family(
         qkv_bias=None,
         norms="around",
-        stored_norms={_POST_ATTENTION: "post_self_attn_layernorm", _POST_MLP: "post_mlp_layernorm"},
+        stored_names=GLM4,
         fused=frozenset({"gate_up_proj"}),
         rotates_partially=True,
         rotates_neighbours=True,
@@ -117,7 +166,7 @@ ARCHITECTURES = {
         qkv_bias=None,
         output_bias=None,
         norms="around",
-        stored_norms=_GEMMA_NORMS,
+        stored_names=GEMMA,
         norms_add_one=True,
         scales_embedding=True,
         has_query_scalar=True,
@@ -130,12 +179,67 @@ ARCHITECTURES = {
         qkv_bias=None,
         output_bias=None,
         norms="around",
-        stored_norms=_GEMMA_NORMS,
+        stored_names=GEMMA,
         norms_add_one=True,
         scales_embedding=True,
         has_query_scalar=True,
         caps_logits=True,
         activation_field="hidden_activation",
         has_rope_by_layer_type=True,
+    ),
+    "Lfm2ForCausalLM": _LFM2,
+    "Lfm2MoeForCausalLM": replace(_LFM2, experts="lfm2"),
+    "Qwen3NextForCausalLM": replace(_QWEN_GATED_DELTA, experts="qwen"),
+    "Qwen3_5ForCausalLM": _QWEN_GATED_DELTA,
+    "Qwen3_5MoeForCausalLM": replace(_QWEN_GATED_DELTA, experts="qwen"),
+    "GraniteMoeHybridForCausalLM": Family(
+        qkv_bias=None,
+        output_bias=None,
+        has_multipliers=True,
+        stored_names=GRANITE_HYBRID,
+        fused=frozenset({"gate_up_proj"}),
+        has_rope="optional",
+        experts="granite",
+        layer_types=_HYBRID,
+        recurrent="mamba",
+    ),
+    "BambaForCausalLM": Family(
+        qkv_bias=None,
+        output_bias=None,
+        stored_names=BAMBA,
+        rotates_partially=True,
+        rope_types=("default",),
+        layer_types=_HYBRID,
+        recurrent="mamba",
+    ),
+    "FalconH1ForCausalLM": Family(
+        qkv_bias=None,
+        output_bias=None,
+        has_projection_multipliers=True,
+        stored_names=BAMBA,
+        layer_types=("hybrid",),
+        recurrent="mamba",
+    ),
+    "NemotronHForCausalLM": Family(
+        stored_names=NEMOTRON_H,
+        prefixes=("backbone.", "model."),
+        ignored="mtp.",
+        has_rope="never",
+        experts="nemotron",
+        layer_types=(*_HYBRID, "moe", "mlp"),
+        recurrent="mamba",
+        has_single_halves=True,
+        has_feed_forward_gate=False,
+        eps_field="layer_norm_epsilon",
+        activation_field="mlp_hidden_act",
+    ),
+    "Mamba2ForCausalLM": Family(
+        stored_names=MAMBA2,
+        prefixes=("backbone.",),
+        has_rope="never",
+        layer_types=("linear_attention",),
+        recurrent="mamba",
+        has_single_halves=True,
+        eps_field="layer_norm_epsilon",
     ),
 }

@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 from engine.errors import UnsupportedModelError
+from engine.models.config.architectures import PROVEN
 from engine.models.config.families import ARCHITECTURES
 from engine.models.config.model_config import ModelConfig
 from engine.models.config.shape import ModelShape
@@ -37,6 +38,8 @@ def read_shape(hf_config: Any, model_impl: str, tensor_parallel_size: int = 1) -
                 config.require_divisible()
             return config
         except UnsupportedModelError as error:  # e.g. an activation that only transformers' modules compute
+            if architecture not in PROVEN:
+                raise
             reason = str(error)
             logger.info("Our own decoder does not compute %s with this config.json: %s", architecture, reason)
     return TransformersConfig.from_hf(hf_config, reason)

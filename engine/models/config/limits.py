@@ -12,7 +12,7 @@ from typing import Any
 from engine.errors import ModelLoadError, shown
 from engine.models.gguf.file import is_gguf
 
-__all__ = ["require_integer", "require_plausible"]
+__all__ = ["require_divisor", "require_integer", "require_plausible"]
 
 _LARGEST = {  # several times those of the largest models
     "num_hidden_layers": 512,
@@ -35,6 +35,28 @@ _LARGEST = {  # several times those of the largest models
     "decoder_sparse_step": 2**20,
     "n_group": 4096,
     "topk_group": 4096,
+    "num_dense_layers": 512,
+    "shared_intermediate_size": 2**20,
+    "moe_shared_expert_intermediate_size": 2**20,
+    "moe_latent_size": 2**18,
+    # Of recurrent layers.
+    "linear_num_value_heads": 4096,
+    "linear_num_key_heads": 4096,
+    "linear_value_head_dim": 8192,
+    "linear_key_head_dim": 8192,
+    "linear_conv_kernel_dim": 256,
+    "mamba_n_heads": 4096,
+    "mamba_n_groups": 4096,
+    "mamba_d_state": 8192,
+    "mamba_d_conv": 256,
+    "mamba_num_heads": 4096,
+    "mamba_head_dim": 8192,
+    "num_heads": 4096,
+    "n_groups": 4096,
+    "ssm_state_size": 8192,
+    "state_size": 8192,
+    "conv_kernel": 256,
+    "conv_L_cache": 256,
     # The names of the same fields in GPT-2, DBRX and similar models.
     "n_layer": 512,
     "n_layers": 512,
@@ -47,7 +69,13 @@ _LARGEST = {  # several times those of the largest models
     "n_positions": 2**30,
     "max_seq_len": 2**30,
 }
-_MAY_BE_ZERO = {"num_experts", "num_local_experts", "shared_expert_intermediate_size"}  # then there are none
+_MAY_BE_ZERO = {  # then there are none
+    "num_dense_layers",
+    "num_experts",
+    "num_local_experts",
+    "shared_expert_intermediate_size",
+    "shared_intermediate_size",
+}
 _FACTORS = (  # of embeddings, scores, logits and the residual stream
     "attention_multiplier",
     "attn_logit_softcapping",
@@ -94,6 +122,14 @@ def require_integer(config: Any, name: str, smallest: int = 1) -> int:
     if type(value) is not int or value < smallest:
         raise ModelLoadError(f"{name}={shown(value)} is not an integer from {smallest}; correct config.json")
     return value
+
+
+def require_divisor(config: Any, name: str, of: str) -> int:
+    """Return a field of a transformers config that divides the field ``of``; raise ModelLoadError unless it does."""
+    divisor, count = require_integer(config, name), require_integer(config, of)
+    if count % divisor:
+        raise ModelLoadError(f"{name}={divisor} does not divide {of}={count}; correct config.json")
+    return divisor
 
 
 def _problems(raw: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:

@@ -8,23 +8,26 @@ wrongly. It does not touch weights.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from engine.errors import ConfigError, ModelLoadError, RequestError, UnsupportedModelError, shown
-from engine.kv.layer_cache import KeyValue
+from engine.errors import ModelLoadError, RequestError, UnsupportedModelError, shown
+from engine.kv.layer_cache import KeyValue, LayerCache
 from engine.models.config.config_json import num_positions, read_config_json
+from engine.models.config.divided import divided
 from engine.models.config.experts_shape import ExpertsShape
 from engine.models.config.families import ARCHITECTURES, Family, NormPlacement, QKNorm
 from engine.models.config.json_file import read_json
 from engine.models.config.limits import require_integer
+from engine.models.config.mixers import Mixer, RecurrentShape, layer_types, read_mixers, read_recurrent
 from engine.models.config.rope_config import RopeConfig, check_longrope_length
 from engine.models.config.shape import AttentionShape, ModelShape, attends_causally
 from engine.models.config.text_parts import text_config, text_fields
 from engine.models.config.tokenizer_eos import tokenizer_eos_id
+from engine.models.config.weight_scales import WeightScales
 from engine.models.config.without_transformers import plain_config
 from engine.models.gguf.config import gguf_generation_config
 from engine.models.gguf.file import is_gguf, open_gguf
@@ -36,7 +39,7 @@ __all__ = ["GenerationDefaults", "ModelConfig", "load_hf_config", "read_with_tra
 logger = logging.getLogger(__name__)
 
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-_LAYER_TYPES = ("full_attention", "sliding_attention")
+_POSITIONS_WITHOUT_LIMIT = 2**18  # of models without attention, whose configs name no limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +55,12 @@ class ModelConfig(ModelShape):
         logits_divisor: what the logits are divided by, before their soft-cap.
         residual_multiplier: of what attention and feed-forward add to the hidden states.
         sliding_windows: of each layer, in tokens; None: it attends to everything.
+        mixers: what mixes the tokens of each layer.
+        recurrent: the recurrent layers; None: there are none.
+        without_feed_forward: indices of the layers that only mix tokens.
+        gates_attention: attention's output is multiplied by the sigmoid of a gate, a projection of its input.
+        has_feed_forward_gate: dense feed-forwards are gated; else they square what a ReLU leaves.
+        weight_scales: factors of weights and biases, by the projections' names, that are applied when they are loaded.
     """
 
     hidden_size: int
@@ -79,10 +88,16 @@ class ModelConfig(ModelShape):
     sliding_windows: tuple[int | None, ...]
     rope: RopeConfig
     experts: ExpertsShape | None = None  # None: every layer's feed-forward is dense
+    mixers: tuple[Mixer, ...]
+    recurrent: RecurrentShape | None = None
+    without_feed_forward: frozenset[int] = frozenset()
+    gates_attention: bool = False
+    has_feed_forward_gate: bool = True
+    weight_scales: WeightScales = field(default_factory=WeightScales)
 
     def __post_init__(self) -> None:
         """Raise UnsupportedModelError if a model with experts needs what only dense feed-forwards support."""
-        if self.experts is None:
+        if self.experts is None or self.recurrent is not None:
             return
         for name, value, computed in (
             ("activation", self.activation, "silu"),
@@ -98,6 +113,14 @@ class ModelConfig(ModelShape):
         """Return whether a layer has experts."""
         return self.experts is not None and layer in self.experts.layers
 
+    def has_feed_forward(self, layer: int) -> bool:
+        """Return whether a layer has a feed-forward, dense or of experts."""
+        return layer not in self.without_feed_forward
+
+    def has_dense(self, layer: int) -> bool:
+        """Return whether a layer has a dense feed-forward."""
+        return self.has_feed_forward(layer) and not self.has_experts(layer)
+
     @property
     def attention(self) -> AttentionShape:
         """The attention layers."""
@@ -109,9 +132,22 @@ class ModelConfig(ModelShape):
         )
 
     @property
-    def layer_caches(self) -> tuple[KeyValue, ...]:
-        """What each layer caches."""
-        return (KeyValue(self.num_kv_heads, self.head_dim, self.head_dim),) * self.num_layers
+    def layer_caches(self) -> tuple[LayerCache, ...]:
+        """What the layers cache, one after another: an attention layer keys and values, a recurrent one a state."""
+        return tuple(cache for mixer in self.mixers for cache in self._caches_of(mixer))
+
+    def first_cache(self, layer: int) -> int:
+        """Return the index in ``layer_caches`` of the first cache of a layer."""
+        return sum(len(self._caches_of(mixer)) for mixer in self.mixers[:layer])
+
+    def _caches_of(self, mixer: Mixer) -> list[LayerCache]:
+        caches: list[LayerCache] = []
+        if mixer in ("attention", "both"):
+            caches.append(KeyValue(self.num_kv_heads, self.head_dim, self.head_dim))
+        if mixer in ("recurrent", "both"):
+            assert self.recurrent is not None
+            caches.append(self.recurrent.state)
+        return caches
 
     def check_options(self, *, max_model_len: int, tensor_parallel_size: int, quantization: str | None) -> None:
         """Raise ConfigError if the ranks cannot share the model, or LongRoPE cannot serve the context."""
@@ -143,22 +179,15 @@ class ModelConfig(ModelShape):
         """
         if size > 1:
             self.require_divisible()
-        has_dense = not all(self.has_experts(layer) for layer in range(self.num_layers))
-        for name, count, divides in (
-            ("attention heads", self.num_heads, self.num_heads % size == 0),
-            ("KV heads", self.num_kv_heads, self.num_kv_heads % size == 0 or size % self.num_kv_heads == 0),
-            ("feed-forward features", self.intermediate_size, not has_dense or self.intermediate_size % size == 0),
-        ):
-            if not divides:
-                raise ConfigError(
-                    f"tensor_parallel_size={size} does not divide the model's {count} {name}; choose another size"
-                )
+        num_heads, num_kv_heads = divided(self.num_heads, size, "attention heads"), self.num_kv_heads
+        has_dense = any(self.has_dense(layer) for layer in range(self.num_layers))
         return replace(
             self,
-            num_heads=self.num_heads // size,
-            num_kv_heads=max(1, self.num_kv_heads // size),
-            intermediate_size=self.intermediate_size // size,
+            num_heads=num_heads,
+            num_kv_heads=1 if num_kv_heads and size % num_kv_heads == 0 else divided(num_kv_heads, size, "KV heads"),
+            intermediate_size=divided(self.intermediate_size, size, "feed-forward features") if has_dense else 0,
             experts=None if self.experts is None else self.experts.shard(size),
+            recurrent=None if self.recurrent is None else self.recurrent.shard(size),
         )
 
     @classmethod
@@ -176,24 +205,29 @@ class ModelConfig(ModelShape):
                 f"architecture '{architecture}' is not supported; supported: {', '.join(sorted(ARCHITECTURES))}"
             )
         attention_bias = bool(getattr(config, "attention_bias", False))
-        head_dim = _head_dim(config)
+        mixers = read_mixers(config, family)
+        num_heads, num_kv_heads, head_dim = _heads(config) if set(mixers) & {"attention", "both"} else (0, 0, 0)
         if not attends_causally(config):
             raise UnsupportedModelError(
                 "use_bidirectional_attention is not supported, only causal attention; docs/models.md lists what is "
                 "served"
             )
         rope = RopeConfig.from_hf(config, family, head_dim)
+        kinds = layer_types(config, family) if family.has_single_halves else None
         return cls(
             architecture=architecture,
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
+            intermediate_size=_intermediate_size(config),
             num_layers=config.num_hidden_layers,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=require_integer(config, "num_key_value_heads"),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=config.rms_norm_eps,
-            max_position_embeddings=num_positions(config.max_position_embeddings, config.rope_parameters),
+            rms_norm_eps=getattr(config, family.eps_field),
+            max_position_embeddings=num_positions(
+                getattr(config, "max_position_embeddings", _POSITIONS_WITHOUT_LIMIT),
+                getattr(config, "rope_parameters", None),
+            ),
             tie_word_embeddings=bool(config.tie_word_embeddings),
             family=family,
             qk_norm=family.qk_norm,
@@ -203,13 +237,38 @@ class ModelConfig(ModelShape):
             activation=_activation(config, family),
             norms=family.norms,
             norms_add_one=family.norms_add_one,
-            sliding_windows=_sliding_windows(config),
-            experts=ExpertsShape.from_hf(config, has_options=family.has_expert_options) if family.has_experts else None,
+            sliding_windows=_sliding_windows(config, family),
+            experts=None if family.experts is None else ExpertsShape.from_hf(config, family.experts),
+            mixers=mixers,
+            recurrent=read_recurrent(config, family) if set(mixers) & {"recurrent", "both"} else None,
+            without_feed_forward=frozenset(i for i, kind in enumerate(kinds or ()) if kind not in ("mlp", "moe")),
+            gates_attention=family.gates_attention,
+            has_feed_forward_gate=family.has_feed_forward_gate,
+            weight_scales=WeightScales.from_hf(config),
             dtype=config.dtype if isinstance(config.dtype, torch.dtype) else None,
             **_factors(config, family, head_dim),
             rope=rope,
             longrope_length=rope.longrope_length,
         )
+
+
+def _heads(config: Any) -> tuple[int, int, int]:
+    """Return the number of heads, that of KV heads, and a head's elements."""
+    return config.num_attention_heads, require_integer(config, "num_key_value_heads"), _head_dim(config)
+
+
+def _intermediate_size(config: Any) -> int:
+    """Return the features of dense feed-forwards; 0 if a config names none, because no layer has one."""
+    if hasattr(config, "shared_intermediate_size"):  # Granite 4, whose intermediate_size is that of experts
+        return require_integer(config, "shared_intermediate_size")
+    size = int(getattr(config, "intermediate_size", 0))
+    if not getattr(config, "block_auto_adjust_ff_dim", False):
+        return size
+    size = int(2 * size / 3)  # LFM2
+    if config.block_ffn_dim_multiplier is None:
+        return size
+    multiple = require_integer(config, "block_multiple_of")
+    return -(-int(config.block_ffn_dim_multiplier * size) // multiple) * multiple
 
 
 def _head_dim(config: Any) -> int:
@@ -223,7 +282,11 @@ def _head_dim(config: Any) -> int:
 
 
 def _activation(config: Any, family: Family) -> Activation:
-    name = getattr(config, family.activation_field)
+    name = getattr(config, family.activation_field, "silu")
+    if not family.has_feed_forward_gate:
+        if name != "relu2":
+            raise UnsupportedModelError(f"{family.activation_field}='{name}' is not supported; supported: relu2")
+        return "silu"  # of no layer
     if name not in _ACTIVATIONS:
         raise UnsupportedModelError(
             f"{family.activation_field}='{name}' is not supported; supported: {', '.join(_ACTIVATIONS)}"
@@ -234,34 +297,34 @@ def _activation(config: Any, family: Family) -> Activation:
 def _factors(config: Any, family: Family, head_dim: int) -> dict[str, Any]:
     """Return the multipliers and soft-caps of ModelConfig."""
     softcap = config.attn_logit_softcapping if family.caps_attention else None
-    scale, embedding_multiplier = head_dim**-0.5, 1.0
+    scale, embedding_multiplier = max(head_dim, 1) ** -0.5, 1.0
     if family.has_query_scalar:
         scale = config.query_pre_attn_scalar**-0.5
     elif family.has_multipliers:
         scale, embedding_multiplier = config.attention_multiplier, config.embedding_multiplier
     if family.scales_embedding:
         embedding_multiplier = config.hidden_size**0.5
+    divisor = config.logits_scaling if family.has_multipliers else 1.0
+    if family.has_projection_multipliers:
+        embedding_multiplier, divisor = config.embedding_multiplier, 1.0 / config.lm_head_multiplier
     return {
         "embedding_multiplier": embedding_multiplier,
         "attention_scale": scale,
         "attention_softcap": softcap,
         "attention_options": frozenset() if softcap is None else frozenset({"softcap"}),
         "logits_softcap": config.final_logit_softcapping if family.caps_logits else None,
-        "logits_divisor": config.logits_scaling if family.has_multipliers else 1.0,
+        "logits_divisor": divisor,
         "residual_multiplier": config.residual_multiplier if family.has_multipliers else 1.0,
     }
 
 
-def _sliding_windows(config: Any) -> tuple[int | None, ...]:
+def _sliding_windows(config: Any, family: Family) -> tuple[int | None, ...]:
     """Return each layer's window: Qwen names the sliding layers, Mistral's all slide when it has a window."""
     window: int | None = getattr(config, "sliding_window", None)
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is None:
+    kinds = layer_types(config, family)
+    if kinds is None:
         return (window,) * int(config.num_hidden_layers)
-    if unknown := set(layer_types) - set(_LAYER_TYPES):
-        supported = ", ".join(_LAYER_TYPES)
-        raise UnsupportedModelError(f"a layer of the type '{min(unknown)}' is not supported; supported: {supported}")
-    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def load_hf_config(path: str | Path) -> Any:

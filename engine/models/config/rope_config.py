@@ -17,7 +17,7 @@ class RopeConfig:
 
     Attributes:
         layer_types: the types of layers that have parameters of their own, each with a table; a single None: all layers
-            share one table.
+            share one table; empty: no layer has RoPE.
         tables: each layer's index in ``layer_types``; None: the layer has no positions (NoPE).
         rotary_dim: elements of a head that are rotated, the first ones.
         rotates_neighbours: elements 2i and 2i + 1 of a head are rotated together, not i and i + rotary_dim / 2.
@@ -45,6 +45,10 @@ class RopeConfig:
             if rope_type not in family.rope_types:
                 supported = ", ".join(family.rope_types)
                 raise UnsupportedModelError(f"rope_type='{rope_type}' is not supported; supported: {supported}")
+        if not sets:
+            return cls(
+                layer_types=(), tables=tables, rotary_dim=head_dim, rotates_neighbours=False, longrope_length=None
+            )
         fraction = sets[0].get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None))
         if not family.rotates_partially and fraction not in (None, 1.0):
             raise UnsupportedModelError("partial_rotary_factor is not supported; only RoPE over the whole head is")
@@ -119,6 +123,8 @@ def check_longrope_length(longrope_length: int | None, max_model_len: int) -> No
 
 def _tables(config: Any, family: Family) -> tuple[tuple[str | None, ...], tuple[int | None, ...]]:
     """Return ``layer_types`` and ``tables``."""
+    if family.has_rope == "never" or (family.has_rope == "optional" and config.position_embedding_type != "rope"):
+        return (), (None,) * config.num_hidden_layers
     if family.has_rope_by_layer_type:
         layer_types = sorted(set(config.layer_types))
         return tuple(layer_types), tuple(layer_types.index(kind) for kind in config.layer_types)

@@ -11,7 +11,7 @@ import copy
 from typing import Any
 
 from engine.errors import ModelLoadError, shown
-from engine.models.config.architectures import require_proven
+from engine.models.config.architectures import require_served
 
 __all__ = ["MULTIMODAL", "TEXT_ARCHITECTURES", "text_config", "text_fields"]
 
@@ -114,7 +114,7 @@ def _text_architecture(name: str, model_type: Any) -> str:
         return architecture
     if architecture is not None:
         try:
-            require_proven(architecture)
+            require_served(architecture)
         except ModelLoadError as error:
             raise ModelLoadError(f"architecture '{name}' is not supported with this text part: {error}") from error
     raise ModelLoadError(

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from engine.models.config.model_config import ModelConfig
-from engine.models.decoder.decoder import ForwardContext, VocabParallelEmbedding
+from engine.models.decoder.forward_context import ForwardContext
+from engine.models.decoder.parallel_layers import VocabParallelEmbedding
 from engine.models.tensor_parallel import TensorParallel
 from kernels.attention import c_kernel
 from kernels.cpu.experts import ExpertSizes, PackedExperts, experts
@@ -44,7 +45,13 @@ _NORMS: dict[str, NormName] = {  # by the module's name in decoder.py
 
 def can_run(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether the C kernels are available on this machine and can compute this model on this device."""
-    return device.type == "cpu" and c_kernel.is_supported(dtype, config.head_dim)
+    has_plain_layers = (
+        config.recurrent is None
+        and not config.without_feed_forward
+        and not config.gates_attention
+        and config.has_feed_forward_gate
+    )
+    return device.type == "cpu" and has_plain_layers and c_kernel.is_supported(dtype, config.head_dim)
 
 
 def head_is_embedding(config: ModelConfig, parallel: TensorParallel, kind: WeightKind) -> bool:

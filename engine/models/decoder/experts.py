@@ -10,7 +10,7 @@ from torch import nn
 
 from engine.models.config.experts_shape import ExpertsShape
 from engine.models.tensor_parallel import TensorParallel
-from kernels.experts.experts import routed_experts
+from kernels.experts.experts import SigmoidScores, routed_experts
 
 __all__ = ["Experts", "SparseMoeBlock"]
 
@@ -18,11 +18,24 @@ __all__ = ["Experts", "SparseMoeBlock"]
 class Experts(nn.Module):
     """The stacked weights of a layer's experts, which the loader sets one expert at a time."""
 
+    gate_up_proj: nn.Parameter  # of experts with a gate
+    up_proj: nn.Parameter  # of others
+
     def __init__(self, shape: ExpertsShape, hidden_size: int) -> None:
         super().__init__()
         count, inner = shape.num_experts, shape.intermediate_size
-        self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * inner, hidden_size), requires_grad=False)
+        self.has_gate = shape.has_gate
+        first = nn.Parameter(
+            torch.empty(count, 2 * inner if self.has_gate else inner, hidden_size), requires_grad=False
+        )
+        self.register_parameter("gate_up_proj" if self.has_gate else "up_proj", first)
         self.down_proj = nn.Parameter(torch.empty(count, hidden_size, inner), requires_grad=False)
+
+    @property
+    def first(self) -> torch.Tensor:
+        """The matrices that read an expert's input, [num_experts, rows, hidden_size]."""
+        stack: torch.Tensor = self.gate_up_proj if self.has_gate else self.up_proj
+        return stack
 
     def set_weight(self, expert: int, name: str, weight: torch.Tensor) -> None:
         """Copy one expert's matrix ``name``, whose dtype and device all the layer's matrices take."""
@@ -47,23 +60,40 @@ class SparseMoeBlock(nn.Module):
         self, shape: ExpertsShape, hidden_size: int, parallel: TensorParallel, shared_expert: nn.Module | None
     ) -> None:
         super().__init__()
-        self.experts_per_token, self.normalizes_weights = shape.experts_per_token, shape.normalizes_weights
-        self.parallel = parallel
+        self.shape, self.parallel = shape, parallel
+        inputs = shape.latent_size or hidden_size
         self.gate = nn.Linear(hidden_size, shape.num_experts, bias=False)
-        self.experts = Experts(shape, hidden_size)
+        self.expert_bias = nn.Parameter(torch.empty(shape.num_experts)) if shape.has_choice_bias else None  # float32
+        self.experts = Experts(shape, inputs)
+        self.fc1_latent_proj = nn.Linear(hidden_size, inputs, bias=False) if shape.latent_size else None
+        self.fc2_latent_proj = nn.Linear(inputs, hidden_size, bias=False) if shape.latent_size else None
         self.shared_expert = shared_expert
-        self.shared_expert_gate = None if shared_expert is None else nn.Linear(hidden_size, 1, bias=False)
+        has_gate = shared_expert is not None and shape.gates_shared_expert
+        self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False) if has_gate else None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map [num_tokens, hidden_size] to the same shape."""
-        output = routed_experts(
-            hidden,
-            self.gate(hidden),
-            self.experts.gate_up_proj,
-            self.experts.down_proj,
-            self.experts_per_token,
-            normalize=self.normalizes_weights,
-        )
-        if self.shared_expert is not None and self.shared_expert_gate is not None:
-            output = output + torch.sigmoid(self.shared_expert_gate(hidden)) * self.shared_expert(hidden)
+        output = self._routed(hidden)
+        if self.shared_expert is not None:
+            shared = self.shared_expert(hidden)
+            if self.shared_expert_gate is not None:
+                shared = torch.sigmoid(self.shared_expert_gate(hidden)) * shared
+            output = output + shared
         return self.parallel.all_reduce(output)
+
+    def _routed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the weighted sum of each token's experts."""
+        shape, is_sigmoid = self.shape, self.shape.scores == "sigmoid"
+        logits = self.gate(hidden.float() if shape.float32_router else hidden)
+        inputs = hidden if self.fc1_latent_proj is None else self.fc1_latent_proj(hidden)
+        routed = routed_experts(
+            inputs,
+            logits,
+            self.experts.first,
+            self.experts.down_proj,
+            shape.experts_per_token,
+            normalize=shape.normalizes_weights,
+            sigmoid=SigmoidScores(self.expert_bias, shape.norm_epsilon, shape.weight_scale) if is_sigmoid else None,
+            gated=shape.has_gate,
+        )
+        return routed if self.fc2_latent_proj is None else self.fc2_latent_proj(routed)

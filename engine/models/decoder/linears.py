@@ -13,7 +13,7 @@ from torch import nn
 
 from engine.errors import ConfigError
 from engine.models.config.model_config import ModelConfig
-from engine.models.decoder.decoder import RowParallelLinear
+from engine.models.decoder.parallel_layers import RowParallelLinear
 from engine.models.tensor_parallel import TensorParallel
 from kernels.linear.base import LinearMethod
 from kernels.linear.select import select_linear_method

@@ -14,7 +14,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from engine.models.checkpoint.checkpoint import open_checkpoint
-from engine.models.checkpoint.weights import EMBEDDING, HEAD, read_weights, with_stored_head
+from engine.models.checkpoint.stored_parts import EMBEDDING, HEAD
+from engine.models.checkpoint.weights import read_weights, with_stored_head
 from engine.models.config.model_config import ModelConfig
 from engine.models.decoder.cpu_decoder import CpuDecoder, head_is_embedding
 from engine.models.decoder.cpu_decoder import can_run as cpu_kernels_can_run
@@ -25,6 +26,7 @@ from engine.models.decoder.rope import rope_tables
 from engine.models.tensor_parallel import TensorParallel
 from kernels.layer_ops.select import select_layer_ops
 from kernels.linear.packed import PackedLinears
+from kernels.recurrent.select import select_recurrent_ops
 
 __all__ = ["load_decoder"]
 
@@ -79,7 +81,7 @@ def load_decoder(
             checkpoint.log_dequantised(dtype)
             logger.debug("Using %s linear layers (%s)", method.name, method.why_chosen)
         with torch.device("meta"), _Uninitialised():
-            skeleton = Decoder(config, rope, parallel, select_layer_ops(device))
+            skeleton = Decoder(config, rope, parallel, select_layer_ops(device), select_recurrent_ops(device))
         read = partial(
             read_weights,
             checkpoint,

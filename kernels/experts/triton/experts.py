@@ -12,10 +12,13 @@ up all inputs in their order, and a token's experts are added up from the most p
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
 
+from kernels.experts.experts import SigmoidScores
 from kernels.experts.triton.routing import TILE_ROWS, Routes, route_triton
 
 __all__ = ["experts_triton"]
@@ -152,15 +155,21 @@ def _combine(expert_outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tenso
 def experts_triton(
     hidden: torch.Tensor,
     logits: torch.Tensor,
-    gate_up: torch.Tensor,
+    up: torch.Tensor,
     down: torch.Tensor,
     top_k: int,
     *,
     normalize: bool,
+    sigmoid: SigmoidScores | None = None,
+    gated: bool = True,
 ) -> torch.Tensor:
     """Compute `kernels.experts.experts.routed_experts`, whose arguments it shares."""
     if len(hidden) == 0:
         return torch.empty_like(hidden)
-    routes = route_triton(logits, top_k, normalize=normalize)
-    activated = _grouped_linear(hidden.contiguous(), gate_up, routes, gated=True)
+    routes = route_triton(logits if sigmoid is None else sigmoid.choice(logits), top_k, normalize=normalize)
+    if sigmoid is not None:
+        routes = replace(routes, weights=sigmoid.weights(logits, routes.ids.long(), normalize=normalize))
+    activated = _grouped_linear(hidden.contiguous(), up, routes, gated=gated)
+    if not gated:
+        activated = activated.relu_().square_()
     return _combine(_grouped_linear(activated, down, routes, gated=False), routes.weights)

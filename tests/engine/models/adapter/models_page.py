@@ -24,6 +24,7 @@ from tests.engine.models.adapter.test_logits import WINDOWS
 from tests.engine.models.adapter.tiny_models import TINY_MODELS, TinyModel
 from tests.engine.models.decoder.dense_families import DENSE_FAMILIES
 from tests.engine.models.decoder.experts.test_logits import WINDOWED
+from tests.engine.models.decoder.recurrent.recurrent_families import RECURRENT_FAMILIES, recurrent_architecture
 from tests.engine.models.gguf.converted import ARCHITECTURES as GGUF_MODELS
 from tests.engine.models.multimodal.tiny_checkpoints import TINY, TinyMultimodal
 from tests.engine.worker.test_tensor_parallel import SHARED_BY_RANKS
@@ -56,10 +57,14 @@ formats.
 ## Our own decoder
 
 The tiny models below are compared with transformers' `generate` in `tests/engine/models/`, and so are tensor-parallel
-ranks, int8 and every setting of the engine. On a CPU all of them run in the C kernels, soft-caps included. On
-several tensor-parallel ranks transformers' modules compute OLMo 2 and 3, whose norms of queries and keys are over all
-heads. Of experts only those that a token is routed to are computed, in C on a CPU and in Triton on a GPU; int8 experts
-need the C kernels.
+ranks, int8 and every setting of the engine. On a CPU all of them run in the C kernels, soft-caps included, but for
+models with recurrent layers, which run as torch's operators. On several tensor-parallel ranks transformers' modules
+compute OLMo 2 and 3, whose norms of queries and keys are over all heads. Of experts only those that a token is routed
+to are computed, in C on a CPU and in Triton on a GPU; int8 experts need the C kernels.
+
+Of models with recurrent layers the logits of every token are compared with those of transformers, within 1e-5 of the
+largest, in packed steps of chunks and decodes (`tests/engine/models/decoder/recurrent/`). Their states are float32.
+Layers that predict further tokens (`mtp.*`) are not loaded.
 
 | architecture | tiny models compared | attention and feed-forward | ranks compared |
 | --- | --- | --- | --- |
@@ -176,6 +181,7 @@ def own_models() -> dict[str, list[str]]:
     """Return the names of the tiny models that our own decoder is compared with, by their architecture."""
     architectures = {name: model.__name__ for name, (_, model, _) in (FAMILIES | EXPERT_FAMILIES).items()}
     architectures |= {name: architecture for name, (architecture, _) in DENSE_FAMILIES.items()}
+    architectures |= {name: recurrent_architecture(name) for name in RECURRENT_FAMILIES}
     models: dict[str, list[str]] = {}
     for name, architecture in sorted(architectures.items()):
         models.setdefault(architecture, []).append(name)
@@ -224,16 +230,24 @@ def _multimodal_row(tiny: TinyMultimodal) -> str:
 def _own_row(architecture: str, names: list[str]) -> str:
     options = [_own_options(name) for name in names]
     windows = [option.get("sliding_window") for option in options] + [name for name in names if name in WINDOWED]
+    family = ARCHITECTURES[architecture]
+    recurrent = {"gated_delta": "gated delta nets", "mamba": "Mamba 2 layers", "conv": "short convolutions"}
     features = {
+        recurrent.get(family.recurrent or "", ""): family.recurrent is not None,
+        "full attention": family.recurrent is not None and family.layer_types != ("linear_attention",),
         "sliding windows": any(windows),
-        "soft-caps": ARCHITECTURES[architecture].caps_attention,
-        "experts": ARCHITECTURES[architecture].has_experts,
+        "soft-caps": family.caps_attention,
+        "experts": family.has_experts,
     }
     ranks = "2 and 4" if names[0] in SHARED_BY_RANKS else "by transformers' modules"
+    if family.recurrent is not None:
+        ranks = "-"
     return f"| `{architecture}` | {', '.join(names)} | {_listed(features)} | {ranks} |"
 
 
 def _own_options(name: str) -> dict[str, Any]:
+    if name in RECURRENT_FAMILIES:
+        return RECURRENT_FAMILIES[name][1]
     if name in DENSE_FAMILIES:
         architecture, options = DENSE_FAMILIES[name]
         return TINY_MODELS[architecture].options | options

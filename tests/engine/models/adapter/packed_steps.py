@@ -10,13 +10,14 @@ from engine.kv.kv_cache import KVCache
 from engine.kv.pool_sizes import PoolSizes
 from engine.models.adapter.decoder import TransformersDecoder
 from engine.models.decoder.cpu_decoder import CpuDecoder
-from engine.models.decoder.decoder import Decoder, ForwardContext
+from engine.models.decoder.decoder import Decoder
+from engine.models.decoder.forward_context import ForwardContext
 from kernels.attention.base import AttentionBackend
 from kernels.attention.cpu_backend import CpuBackend
 from kernels.attention_metadata import AttentionMetadata, leading_decodes
+from kernels.recurrent.metadata import RecurrentMetadata
 
 BLOCK_SIZE = 4
-BLOCKS_EACH = 8
 Chunk = tuple[int, int, int]  # of a sequence: its index, and its first and last token, the last excluded
 
 # Of three sequences: whole prompts beside chunks, chunks after chunks, and decodes, in changing order.
@@ -48,9 +49,10 @@ def packed_logits(
 
     A sequence that has no chunk has no logits.
     """
+    num_blocks = -(-max(map(len, sequences)) // BLOCK_SIZE)
     cache = KVCache(
         decoder.layer_caches,
-        PoolSizes(len(sequences) * BLOCKS_EACH),
+        PoolSizes(len(sequences) * num_blocks, num_slots=1 + len(sequences)),
         block_size=BLOCK_SIZE,
         dtype=dtype,
         device=torch.device("cpu"),
@@ -60,7 +62,8 @@ def packed_logits(
     for step in steps:
         token_ids = torch.cat([sequences[index][start:stop] for index, start, stop in step])
         positions = torch.cat([torch.arange(start, stop) for _, start, stop in step])
-        hidden = decoder(token_ids, positions, ForwardContext(backend, _metadata(step), cache))
+        metadata = _metadata(step, len(sequences), num_blocks)
+        hidden = decoder(token_ids, positions, ForwardContext(backend, metadata, cache, _recurrent(step)))
         logits = decoder.compute_logits(hidden, torch.arange(len(token_ids)))
         assert logits is not None
         counts = [stop - start for _, start, stop in step]
@@ -69,8 +72,8 @@ def packed_logits(
     return [torch.cat(part) for part in parts if part]
 
 
-def _metadata(step: list[Chunk]) -> AttentionMetadata:
-    tables = [[index + len(LENGTHS) * block for block in range(BLOCKS_EACH)] for index in range(len(LENGTHS))]
+def _metadata(step: list[Chunk], num_sequences: int, num_blocks: int) -> AttentionMetadata:
+    tables = [[index + num_sequences * block for block in range(num_blocks)] for index in range(num_sequences)]
     slots = [
         tables[index][position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
         for index, start, stop in step
@@ -85,4 +88,18 @@ def _metadata(step: list[Chunk]) -> AttentionMetadata:
         num_decodes=leading_decodes(counts),
         max_query_len=max(counts),
         max_seq_len=max(stop for _, _, stop in step),
+    )
+
+
+def _recurrent(step: list[Chunk]) -> RecurrentMetadata:
+    """Return where each sequence's states are: in the slot after its index."""
+    counts = [stop - start for _, start, stop in step]
+    integers = torch.int32
+    return RecurrentMetadata(
+        cu_seqlens=torch.tensor([0, *accumulate(counts)], dtype=integers),
+        slots=torch.tensor([index + 1 for index, _, _ in step], dtype=integers),
+        starts=torch.tensor([start == 0 for _, start, _ in step], dtype=integers),
+        save_tokens=torch.empty(0, dtype=integers),
+        save_slots=torch.empty(0, dtype=integers),
+        num_decodes=leading_decodes(counts),
     )

@@ -28,4 +28,5 @@ def test_nothing_is_both_served_and_refused() -> None:
 
 def test_every_architecture_of_our_own_decoder_is_compared() -> None:
     assert own_models().keys() == ARCHITECTURES.keys()
-    assert ARCHITECTURES.keys() <= PROVEN
+    adapted = {name for name, family in ARCHITECTURES.items() if family.recurrent is None}
+    assert ARCHITECTURES.keys() & PROVEN == adapted

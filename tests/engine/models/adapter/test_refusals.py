@@ -127,7 +127,7 @@ def test_the_implementation_can_be_chosen(qwen3: SavedModel) -> None:
     with pytest.raises(ModelLoadError, match="hidden_act='gelu' is not supported"):
         read_shape(build_config("LlamaForCausalLM", hidden_act="gelu"), "pagoda")
     assert isinstance(read_shape(build_config(GRANITE), "auto"), ModelConfig)
-    with pytest.raises(ModelLoadError, match="'CohereForCausalLM' is not supported; supported: Gemma2ForCausalLM"):
+    with pytest.raises(ModelLoadError, match="'CohereForCausalLM' is not supported; supported: .*Gemma2ForCausalLM"):
         read_shape(build_config("CohereForCausalLM"), "pagoda")
     with pytest.raises(ConfigError, match="model_impl='vllm' is unknown; choose one of auto, pagoda, transformers"):
         EngineConfig(model="m", model_impl="vllm")

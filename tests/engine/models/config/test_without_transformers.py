@@ -76,7 +76,8 @@ def understood(config: Any) -> Any:
 
 
 def test_every_family_of_our_own_decoder_is_known() -> None:
-    assert {family.architecture for family in FAMILIES.values()} == set(ARCHITECTURES)
+    without_states = {name for name, family in ARCHITECTURES.items() if family.recurrent is None}
+    assert {family.architecture for family in FAMILIES.values()} == without_states
     assert {raw["model_type"] for raw in PUBLISHED} == set(FAMILIES)
 
 

@@ -14,7 +14,8 @@ from engine.kv.pool_sizes import PoolSizes
 from engine.models.config.model_config import load_hf_config
 from engine.models.decoder import loader
 from engine.models.decoder.cpu_decoder import CpuDecoder
-from engine.models.decoder.decoder import Decoder, ForwardContext
+from engine.models.decoder.decoder import Decoder
+from engine.models.decoder.forward_context import ForwardContext
 from engine.models.tensor_parallel import TensorParallel
 from kernels.attention.select import select_backend
 from kernels.attention_metadata import AttentionMetadata, leading_decodes

@@ -10,8 +10,8 @@ from torch import nn
 
 from engine.errors import ConfigError
 from engine.models.config.model_config import ModelConfig
-from engine.models.decoder.decoder import RowParallelLinear
 from engine.models.decoder.linears import choose_linear_method, replace_linears
+from engine.models.decoder.parallel_layers import RowParallelLinear
 from engine.models.tensor_parallel import TensorParallel
 from kernels.linear.torch import TorchLinears
 from kernels.linear.torch_int8 import Int8Linear, TorchInt8Linears

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.models.checkpoint import weights
+from engine.models.checkpoint import stored_parts
 from engine.models.checkpoint.formats import bitsandbytes, compressed_integers, fp4, fp8, gptq_awq
 from kernels.dequant import fp4 as kernels_fp4
 from kernels.dequant import integers
@@ -99,6 +99,6 @@ def test_exchanged_parts_of_a_fused_layer_are_found(
 ) -> None:
     quantised = of_fp8.save("modelopt", tmp_path, num_hidden_layers=1)
     parts = {"gate_up_proj": ("up_proj", "gate_proj"), "qkv_proj": ("q_proj", "v_proj", "k_proj")}[fused]
-    monkeypatch.setitem(weights._FUSED, fused, parts)
+    monkeypatch.setitem(stored_parts._FUSED, fused, parts)
     with pytest.raises(AssertionError):
         check_tokens(quantised)

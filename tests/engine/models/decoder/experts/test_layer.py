@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from engine.models.config.model_config import ModelConfig
-from engine.models.decoder.decoder import _feed_forward
 from engine.models.decoder.experts import SparseMoeBlock
+from engine.models.decoder.feed_forward import feed_forward
 from engine.models.tensor_parallel import TensorParallel
 from kernels.layer_ops.torch import TorchOps
 from tests.engine.checkpoints import build_model
@@ -26,7 +26,7 @@ class Addends(TensorParallel):
 
 
 def block_of(config: ModelConfig, parallel: TensorParallel) -> SparseMoeBlock:
-    block = _feed_forward(config.shard(parallel.size), 1, parallel, TorchOps())
+    block = feed_forward(config.shard(parallel.size), 1, parallel, TorchOps())
     assert isinstance(block, SparseMoeBlock)
     return block
 

@@ -75,7 +75,7 @@ def test_two_ranks_parts_make_up_every_expert(sparse_family: SavedModel) -> None
 
 def test_experts_that_ranks_cannot_share_are_refused() -> None:
     config = ModelConfig.from_hf(build_model("qwen3_moe", moe_intermediate_size=33).config)
-    with pytest.raises(ConfigError, match="tensor_parallel_size=2 does not divide the 33 features of .* expert"):
+    with pytest.raises(ConfigError, match="size=2 does not divide the model's 33 features of .* expert"):
         config.shard(2)
     unused = ModelConfig.from_hf(build_model("qwen3_moe", intermediate_size=33, mlp_only_layers=[]).config)
     assert unused.shard(2).experts is not None

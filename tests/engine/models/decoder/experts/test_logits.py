@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from engine.models.config import model_config as config_module
-from engine.models.config.model_config import load_hf_config
+from engine.models.config.model_config import ModelConfig, load_hf_config
 from engine.models.decoder import loader
 from engine.models.tensor_parallel import TensorParallel
 from kernels.experts import experts as experts_module
-from kernels.experts.experts import route
+from kernels.experts.experts import SigmoidScores, route
 from tests.engine.checkpoints import build_model, save_checkpoint
 from tests.engine.conftest import SavedModel
 from tests.engine.models.adapter.packed_steps import make_sequences, packed_logits
@@ -62,11 +62,11 @@ def with_windows(family: str, path: Path) -> SavedModel:
 def test_windows_equal_those_of_transformers(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = with_windows(family, tmp_path)
     assert largest_error(saved) < TOLERANCE
-    windows = config_module._sliding_windows(saved.model.config)
+    windows = ModelConfig.from_hf(saved.model.config).sliding_windows
     assert WINDOW in windows
     for change in (-1, 1):
         changed = tuple(window and window + change for window in windows)
-        monkeypatch.setattr(config_module, "_sliding_windows", lambda _, changed=changed: changed)
+        monkeypatch.setattr(config_module, "_sliding_windows", lambda *_, changed=changed: changed)
         assert largest_error(saved) > 10 * TOLERANCE
 
 
@@ -94,7 +94,8 @@ def _with(
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_routing_mistake_is_noticed(sparse_family: SavedModel, mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(logits: torch.Tensor, top_k: int, *, normalize: bool) -> Routed:
+    def wrong(logits: torch.Tensor, top_k: int, *, normalize: bool, sigmoid: SigmoidScores | None) -> Routed:
+        assert sigmoid is None
         return MISTAKES[mistake](logits, top_k, normalize)
 
     monkeypatch.setattr(loader, "cpu_kernels_can_run", lambda *_: False)

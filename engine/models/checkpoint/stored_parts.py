@@ -1,0 +1,205 @@
+"""stored_parts: the stored tensors that make up one parameter of our decoder, and what each contributes.
+
+A parameter of ours is one tensor of the checkpoint or several concatenated ones (fused projections). Families have
+other names, other orders of rows, and factors that are multiplied into the weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from engine.models.checkpoint.checkpoint import Checkpoint
+from engine.models.checkpoint.expert_weights import expert_parts, stored_block
+from engine.models.checkpoint.sharding import Shard, shard_of
+from engine.models.config.conv_shape import ConvShape
+from engine.models.config.gated_delta_shape import GatedDeltaShape
+from engine.models.config.mixers import RecurrentShape
+from engine.models.config.model_config import ModelConfig
+from engine.models.config.stored_names import stored_name
+
+__all__ = ["EMBEDDING", "HEAD", "Part", "stored_parts", "stored_with_prefix"]
+
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_ROTATED = ("q_proj", "k_proj", "q_norm", "k_norm")
+_BY_HEAD = ("A_log", "dt_bias", "D")  # of recurrent layers
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a stored tensor contributes to a parameter.
+
+    Attributes:
+        name: the tensor's.
+        shard: this rank's part of it; None: all of it.
+        order: the stored index of each row, of groups of len(order) rows; None: they are in order.
+        scale: factor of the stored numbers.
+    """
+
+    name: str
+    shard: Shard | None
+    order: list[int] | None = None
+    scale: float = 1.0
+
+    @property
+    def is_as_stored(self) -> bool:
+        """Whether the numbers are in the order in which they are stored, and the same."""
+        return self.order is None and self.scale == 1.0
+
+
+def stored_with_prefix(name: str, checkpoint: Checkpoint, config: ModelConfig) -> str:
+    """Return the checkpoint's name of our parameter ``name``, which is not fused."""
+    return _prefix(checkpoint, config) + stored_name(name, config.family.stored_names)
+
+
+def _prefix(checkpoint: Checkpoint, config: ModelConfig) -> str:
+    prefixes, embedding = config.family.prefixes, stored_name(EMBEDDING, config.family.stored_names)
+    return next((prefix for prefix in prefixes if prefix + embedding in checkpoint), prefixes[0])
+
+
+def stored_parts(name: str, checkpoint: Checkpoint, config: ModelConfig, rank: int, size: int) -> list[Part]:
+    """Return what makes up our parameter ``name``, in the order of its rows.
+
+    Args:
+        name: as our decoder has it; of experts, as ``unstack`` yields it.
+        checkpoint: which may store one tensor under one of several names.
+        config: of the whole model.
+        rank: whose part is read, of ``size`` ranks.
+    """
+    if ".experts." in name:
+        experts = expert_parts(name, checkpoint, config, _prefix(checkpoint, config), rank, size)
+        return [Part(*part) for part in experts]
+    if name == HEAD and not config.tie_word_embeddings:
+        return [Part(HEAD, shard_of(HEAD, config, rank, size))]
+    if config.tie_word_embeddings and name in (EMBEDDING, HEAD):  # some checkpoints store the one, some the other
+        embedding = stored_with_prefix(EMBEDDING, checkpoint, config)
+        stored = embedding if embedding in checkpoint or HEAD not in checkpoint else HEAD
+        return [Part(stored, shard_of(EMBEDDING, config, rank, size))]
+    if ".recurrent." in name and config.recurrent is not None:
+        return _recurrent_parts(name, checkpoint, config, config.recurrent, rank, size)
+    names = _unfused(name)
+    parts = [_plain_part(part, checkpoint, config, rank, size) for part in names]
+    for fused in _FUSED.keys() & config.family.fused:
+        if fused in name:
+            shards = _within_fused([part.shard for part in parts])
+            whole = stored_with_prefix(name, checkpoint, config)
+            parts = [replace(part, name=whole, shard=shard) for part, shard in zip(parts, shards, strict=True)]
+    return parts
+
+
+def _unfused(name: str) -> list[str]:
+    for fused, modules in _FUSED.items():
+        if fused in name:
+            return [name.replace(fused, module) for module in modules]
+    return [name]
+
+
+def _plain_part(name: str, checkpoint: Checkpoint, config: ModelConfig, rank: int, size: int) -> Part:
+    """Return the part that is a projection, a norm or the like, by our name for it."""
+    module, kind = name.split(".")[-2:]
+    shard = shard_of(name, config, rank, size)
+    order = config.rope.element_order(config.head_dim) if module in _ROTATED else None
+    if module == "q_proj" and config.gates_attention:
+        order = _queries_after_gates(config.num_heads // size, config.head_dim, order)
+    stored = stored_block(stored_with_prefix(name, checkpoint, config), checkpoint)
+    return Part(stored, shard, order, config.weight_scales.of(module, kind))
+
+
+def _queries_after_gates(num_heads: int, head_dim: int, order: list[int] | None) -> list[int]:
+    """Return the stored rows of all gates, then of all queries; stored is each head's query before its gate."""
+    starts, elements = range(0, 2 * num_heads * head_dim, 2 * head_dim), order or list(range(head_dim))
+    gates = [start + head_dim + element for start in starts for element in range(head_dim)]
+    return gates + [start + element for start in starts for element in elements]
+
+
+def _within_fused(shards: list[Shard | None]) -> list[Shard | None]:
+    """Return the same parts of tensors that one fused tensor stores one after another."""
+    within: list[Shard | None] = []
+    full, start = sum(shard.full for shard in shards if shard is not None), 0
+    for shard in shards:
+        assert shard is not None  # fused projections are always sharded
+        within.append(Shard(shard.dim, full, start + shard.start, start + shard.stop))
+        start += shard.full
+    return within
+
+
+# --- recurrent layers -----------------------------------------------------------------------------------------------
+
+
+def _recurrent_parts(
+    name: str, checkpoint: Checkpoint, config: ModelConfig, shape: RecurrentShape, rank: int, size: int
+) -> list[Part]:
+    """Return the parts of a parameter of a recurrent layer."""
+    *path, module, kind = name.split(".")
+    stored = stored_with_prefix(name, checkpoint, config)
+    match module:
+        case "in_proj" if isinstance(shape, GatedDeltaShape):
+            stored = stored_with_prefix(".".join(path), checkpoint, config)
+            return _gated_delta_inputs(stored, shape, rank, size)
+        case "in_proj":
+            scales = [config.weight_scales.of_section(i, kind) for i in range(len(shape.in_sections))]
+            return _sections(stored, shape.in_sections, rank, size, scales)
+        case "conv":
+            return _sections(stored, shape.conv_sections, rank, size)
+        case "out_proj" if kind == "weight":
+            shard = _share(shape.inner_size, rank, size, dim=1)
+            return [Part(stored, shard, None, config.weight_scales.of(module, kind))]
+        case "out_proj":
+            return [Part(stored, None, None, config.weight_scales.of(module, kind))]
+        case "gated_norm" if not isinstance(shape, GatedDeltaShape):
+            return [Part(stored, _share(shape.inner_size, rank, size))]
+        case "recurrent" if kind in _BY_HEAD:
+            assert not isinstance(shape, ConvShape)
+            return [Part(stored, _share(shape.num_heads, rank, size))]
+    return [Part(stored, None)]
+
+
+def _share(count: int, rank: int, size: int, dim: int = 0) -> Shard:
+    own = count // size
+    return Shard(dim, count, rank * own, (rank + 1) * own)
+
+
+def _sections(
+    stored: str, widths: tuple[int, ...], rank: int, size: int, scales: list[float] | None = None
+) -> list[Part]:
+    """Return a rank's rows of each section of one stored tensor."""
+    full, parts = sum(widths), []
+    for index, (start, width) in enumerate(zip(accumulate(widths, initial=0), widths, strict=False)):
+        own = width // size
+        shard = Shard(0, full, start + rank * own, start + (rank + 1) * own)
+        parts.append(Part(stored, shard, None, 1.0 if scales is None else scales[index]))
+    return parts
+
+
+def _gated_delta_inputs(module: str, shape: GatedDeltaShape, rank: int, size: int) -> list[Part]:
+    """Return the rows of queries, keys, values, gates, betas and decays, which two or four tensors store."""
+    inner, heads = shape.inner_size, shape.num_heads
+    if not shape.is_grouped:
+        parts = _sections(f"{module}.in_proj_qkv.weight", shape.conv_sections, rank, size)
+        parts.append(Part(f"{module}.in_proj_z.weight", _share(inner, rank, size)))
+        return parts + [Part(f"{module}.in_proj_{name}.weight", _share(heads, rank, size)) for name in "ba"]
+    own_groups, per_group = shape.num_key_heads // size, heads // shape.num_key_heads
+    values = per_group * shape.value_dim
+    return [
+        Part(
+            f"{module}.{name}.weight",
+            _share(sum(widths) * shape.num_key_heads, rank, size),
+            _by_section(own_groups, widths),
+        )
+        for name, widths in (
+            ("in_proj_qkvz", (shape.key_dim, shape.key_dim, values, values)),
+            ("in_proj_ba", (per_group, per_group)),
+        )
+    ]
+
+
+def _by_section(num_groups: int, widths: tuple[int, ...]) -> list[int]:
+    """Return the stored rows of each section, of all groups; stored is one group of all sections after another."""
+    starts = [(group * sum(widths)) for group in range(num_groups)]
+    return [
+        start + offset + row
+        for offset, width in zip(accumulate(widths, initial=0), widths, strict=False)
+        for start in starts
+        for row in range(width)
+    ]

@@ -1,0 +1,16 @@
+"""divided: a count that tensor-parallel ranks share."""
+
+from __future__ import annotations
+
+from engine.errors import ConfigError
+
+__all__ = ["divided"]
+
+
+def divided(count: int, size: int, name: str) -> int:
+    """Return one rank's share of ``count`` of what ``name`` says; raise ConfigError unless it is whole."""
+    if count % size:
+        raise ConfigError(
+            f"tensor_parallel_size={size} does not divide the model's {count} {name}; choose another size"
+        )
+    return count // size

@@ -1,0 +1,68 @@
+"""WeightScales: Falcon-H1's multipliers of projections, which become a part of the weights when they are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.errors import ModelLoadError, shown
+
+__all__ = ["WeightScales"]
+
+
+@dataclass(frozen=True)
+class WeightScales:
+    """Factors of the weights and of the biases of projections, by their names in a checkpoint of Llama's.
+
+    Attributes:
+        weights: what multiplies a projection's inputs and outputs.
+        biases: what multiplies its outputs.
+        sections: of the outputs of a Mamba layer's input projection; empty: 1 for all.
+        section_inputs: of its inputs.
+    """
+
+    weights: Mapping[str, float] = field(default_factory=dict)
+    biases: Mapping[str, float] = field(default_factory=dict)
+    sections: tuple[float, ...] = ()
+    section_inputs: float = 1.0
+
+    def of(self, module: str, kind: str) -> float:
+        """Return the factor of a projection's ``kind``, weight or bias."""
+        return (self.weights if kind == "weight" else self.biases).get(module, 1.0)
+
+    def of_section(self, section: int, kind: str) -> float:
+        """Return the factor of a section of a Mamba layer's input projection."""
+        scale = self.sections[section] if self.sections else 1.0
+        return scale * self.section_inputs if kind == "weight" else scale
+
+    @classmethod
+    def from_hf(cls, config: Any) -> WeightScales:
+        """Read a transformers config; that of another family than Falcon-H1 has no factors.
+
+        Raises:
+            ModelLoadError: if a list of factors has another length.
+        """
+        if not hasattr(config, "ssm_multipliers"):
+            return cls()
+        gate, down = _numbers(config, "mlp_multipliers", 2)
+        attention_in, attention_out = config.attention_in_multiplier, config.attention_out_multiplier
+        outputs = {
+            "k_proj": config.key_multiplier,
+            "o_proj": attention_out,
+            "gate_proj": gate,
+            "down_proj": down,
+            "out_proj": config.ssm_out_multiplier,
+        }
+        inputs = dict.fromkeys(("q_proj", "k_proj", "v_proj"), attention_in)
+        names = inputs.keys() | outputs.keys()
+        weights = {name: float(inputs.get(name, 1.0) * outputs.get(name, 1.0)) for name in names}
+        sections = _numbers(config, "ssm_multipliers", 5)
+        return cls(weights, outputs, sections, float(config.ssm_in_multiplier))
+
+
+def _numbers(config: Any, name: str, count: int) -> tuple[float, ...]:
+    numbers = getattr(config, name)
+    if not isinstance(numbers, list | tuple) or len(numbers) != count:
+        raise ModelLoadError(f"{name}={shown(numbers)} is not a list of {count} numbers; correct config.json")
+    return tuple(map(float, numbers))

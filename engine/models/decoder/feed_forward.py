@@ -1,0 +1,62 @@
+"""feed_forward: a layer's feed-forward, dense or of experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from engine.models.config.model_config import ModelConfig
+from engine.models.decoder.experts import SparseMoeBlock
+from engine.models.decoder.parallel_layers import RowParallelLinear
+from engine.models.tensor_parallel import TensorParallel
+from kernels.layer_ops.base import LayerOps
+
+__all__ = ["MLP", "UngatedMLP", "feed_forward"]
+
+
+class MLP(nn.Module):
+    """Gated feed-forward: SwiGLU, or GeGLU with the approximation by tanh."""
+
+    def __init__(self, config: ModelConfig, parallel: TensorParallel, ops: LayerOps) -> None:
+        super().__init__()
+        self.ops, self.activation = ops, config.activation
+        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = RowParallelLinear(
+            config.intermediate_size, config.hidden_size, bias=config.mlp_bias, parallel=parallel
+        )
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Map [num_tokens, hidden_size] to the same shape."""
+        output: torch.Tensor = self.down_proj(self.ops.gated_activation(self.gate_up_proj(hidden), self.activation))
+        return output
+
+
+class UngatedMLP(nn.Module):
+    """Feed-forward without a gate, whose activation squares what a ReLU leaves (So et al., 2021)."""
+
+    def __init__(self, config: ModelConfig, parallel: TensorParallel, ops: LayerOps) -> None:
+        super().__init__()
+        del ops  # two launches of torch's suffice
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = RowParallelLinear(
+            config.intermediate_size, config.hidden_size, bias=config.mlp_bias, parallel=parallel
+        )
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Map [num_tokens, hidden_size] to the same shape."""
+        output: torch.Tensor = self.down_proj(torch.relu(self.up_proj(hidden)).square())
+        return output
+
+
+def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel, ops: LayerOps) -> nn.Module:
+    """Return a layer's feed-forward: dense, or experts."""
+    dense = MLP if config.has_feed_forward_gate else UngatedMLP
+    experts = config.experts
+    if experts is None or not config.has_experts(layer):
+        return dense(config, parallel, ops)
+    inner = experts.shared_intermediate_size
+    alone = TensorParallel()  # the block sums over the ranks, once
+    shared = dense(replace(config, intermediate_size=inner, mlp_bias=False), alone, ops) if inner else None
+    return SparseMoeBlock(experts, config.hidden_size, parallel, shared)

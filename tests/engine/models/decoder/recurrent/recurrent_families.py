@@ -1,0 +1,168 @@
+"""Tiny models of the families with recurrent layers, random enough for every feature of a family to matter.
+
+The keys name the published models whose features they have.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tests.engine.checkpoints import EOS_TOKEN_ID, save_checkpoint
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 385,  # divided by neither 2 nor 4
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "max_position_embeddings": 1024,
+    "bos_token_id": 1,
+    "eos_token_id": EOS_TOKEN_ID,
+    "pad_token_id": 0,
+}
+_LFM2: dict[str, Any] = {"layer_types": ["conv", "full_attention", "conv", "full_attention"]}
+_GATED_DELTA: dict[str, Any] = {
+    "head_dim": 32,
+    "linear_num_value_heads": 8,
+    "linear_num_key_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+}
+_QWEN_EXPERTS: dict[str, Any] = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 48,
+}
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 24,
+    "mamba_chunk_size": 16,
+}
+_HYBRID = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
+_GRANITE: dict[str, Any] = _MAMBA | {
+    "layer_types": _HYBRID,
+    "shared_intermediate_size": 80,
+    "num_local_experts": 0,
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.4,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 2.0,
+}
+_FALCON: dict[str, Any] = _MAMBA | {
+    "mamba_d_ssm": 128,
+    "num_hidden_layers": 3,
+    "lm_head_multiplier": 0.5,
+    "embedding_multiplier": 2.0,
+    "mlp_multipliers": [0.7, 1.3],
+    "key_multiplier": 0.6,
+    "attention_out_multiplier": 1.2,
+    "attention_in_multiplier": 0.8,
+    "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7],
+    "ssm_in_multiplier": 1.3,
+    "ssm_out_multiplier": 0.6,
+}
+_NEMOTRON: dict[str, Any] = {
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 24,
+    "chunk_size": 16,
+    "head_dim": 32,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "moe_shared_expert_intermediate_size": 48,
+    "routed_scaling_factor": 2.5,
+}
+
+RECURRENT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "lfm2": ("lfm2", _LFM2 | {"block_multiple_of": 16, "tie_word_embeddings": True}),
+    "lfm2-biases": (
+        "lfm2",
+        _LFM2 | {"conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False, "tie_embedding": False},
+    ),
+    "lfm2-moe": (
+        "lfm2_moe",
+        _LFM2
+        | {"num_dense_layers": 1, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+        | {"routed_scaling_factor": 1.5},
+    ),
+    "qwen3-next": ("qwen3_next", _GATED_DELTA | _QWEN_EXPERTS | {"mlp_only_layers": [1]}),
+    "qwen3-next-biases": ("qwen3_next", _GATED_DELTA | {"num_experts": 0, "attention_bias": True}),
+    "qwen3.5": ("qwen3_5_text", _GATED_DELTA | {"tie_word_embeddings": True}),
+    "qwen3.5-moe": ("qwen3_5_moe_text", _GATED_DELTA | _QWEN_EXPERTS | {"linear_num_key_heads": 8}),
+    "granite-4-h": ("granitemoehybrid", _GRANITE | {"tie_word_embeddings": True}),
+    "granite-4-h-moe": (
+        "granitemoehybrid",
+        _GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 2, "mamba_n_groups": 1, "mamba_proj_bias": True},
+    ),
+    "granite-4": (
+        "granitemoehybrid",
+        _GRANITE | {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2, "position_embedding_type": "rope"},
+    ),
+    "bamba": ("bamba", _MAMBA | {"attn_layer_indices": [1, 3]}),
+    "falcon-h1": ("falcon_h1", _FALCON | {"mamba_rms_norm": False}),
+    "falcon-h1-norm": (
+        "falcon_h1",
+        _FALCON
+        | {"mamba_rms_norm": True, "mamba_norm_before_gate": True}
+        | {"attention_bias": True, "mlp_bias": True, "mamba_proj_bias": True, "projectors_bias": True},
+    ),
+    "nemotron-h": (
+        "nemotron_h",
+        _NEMOTRON | {"layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"]},
+    ),
+    "nemotron-3-nano": ("nemotron_h", _NEMOTRON | {"hybrid_override_pattern": "MEM*EM-"}),
+    "nemotron-3-super": ("nemotron_h", _NEMOTRON | {"hybrid_override_pattern": "MEM*E", "moe_latent_size": 32}),
+    "mamba2": (
+        "mamba2",
+        {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 24, "chunk_size": 16, "num_hidden_layers": 3},
+    ),
+}
+
+
+def recurrent_architecture(name: str) -> str:
+    """Return the architecture of a tiny model."""
+    model_type = RECURRENT_FAMILIES[name][0]
+    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+
+
+def build_recurrent_model(name: str) -> PreTrainedModel:
+    """Return a seeded random float32 model of transformers."""
+    model_type, options = RECURRENT_FAMILIES[name]
+    fields = _SHAPE | options
+    if model_type == "nemotron_h":
+        del fields["num_hidden_layers"]
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **fields)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval()
+    model.config.architectures = [type(model).__name__]
+    with torch.no_grad():
+        for parameter_name, parameter in (*model.named_parameters(), *model.named_buffers()):
+            kind = parameter_name.rpartition(".")[2]
+            if kind == "A_log":
+                parameter.uniform_(-2.0, 1.0)
+            elif kind in ("dt_bias", "D") or "bias" in kind:
+                parameter.normal_(0.0, 0.3)
+            elif "norm" in parameter_name:
+                adds_one = name.startswith("qwen") and "linear_attn" not in parameter_name
+                parameter.uniform_(-0.5, 0.5) if adds_one else parameter.uniform_(0.5, 1.5)
+            elif kind == "weight" or "proj" in kind:
+                parameter.normal_(0.0, 0.15)
+    return model
+
+
+def save_recurrent_model(name: str, path: Path) -> tuple[PreTrainedModel, str]:
+    """Return a model and the directory under ``path`` that it was saved to."""
+    model = build_recurrent_model(name)
+    return model, save_checkpoint(model, path)
