@@ -41,7 +41,14 @@ def oracle(model: PreTrainedModel, prompts: list[list[int]]) -> list[list[list[i
     return [[row] for row in output[:, PROMPT_TOKENS:].tolist()]
 
 
-def check(path: str, setting: Setting, expected: list[list[list[int]]], *, model_impl: str) -> Activity:
+def check(
+    path: str,
+    setting: Setting,
+    expected: list[list[list[int]]],
+    *,
+    model_impl: str,
+    pool_tokens: int = POOL_TOKENS,
+) -> Activity:
     """Compare an engine's answers, to all prompts at once and then to some of them again."""
     block_size, budget, caching, swap_space_gib = setting
     llm = make_llm(
@@ -51,7 +58,7 @@ def check(path: str, setting: Setting, expected: list[list[list[int]]], *, model
         max_num_batched_tokens=budget,
         enable_prefix_caching=caching,
         swap_space_gib=swap_space_gib,
-        num_blocks=POOL_TOKENS // block_size,
+        num_blocks=pool_tokens // block_size,
     )
     activity = Activity(llm)
     params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)

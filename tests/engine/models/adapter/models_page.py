@@ -63,8 +63,9 @@ compute OLMo 2 and 3, whose norms of queries and keys are over all heads. Of exp
 to are computed, in C on a CPU and in Triton on a GPU; int8 experts need the C kernels.
 
 Of models with recurrent layers the logits of every token are compared with those of transformers, within 1e-5 of the
-largest, in packed steps of chunks and decodes (`tests/engine/models/decoder/recurrent/`). Their states are float32.
-Layers that predict further tokens (`mtp.*`) are not loaded.
+largest, in packed steps of chunks and decodes, and tokens and beams with those of `generate`, with preempted requests
+and prompts that resume at snapshots (`tests/engine/models/decoder/recurrent/`). Their states are float32. Layers that
+predict further tokens (`mtp.*`) are not loaded.
 
 | architecture | tiny models compared | attention and feed-forward | ranks compared |
 | --- | --- | --- | --- |

@@ -111,6 +111,7 @@ RECURRENT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         _GRANITE | {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2, "position_embedding_type": "rope"},
     ),
     "bamba": ("bamba", _MAMBA | {"attn_layer_indices": [1, 3]}),
+    "bamba-limits": ("bamba", _MAMBA | {"attn_layer_indices": [1], "time_step_limit": [0.5, 0.9]}),
     "falcon-h1": ("falcon_h1", _FALCON | {"mamba_rms_norm": False}),
     "falcon-h1-norm": (
         "falcon_h1",
@@ -129,6 +130,9 @@ RECURRENT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 24, "chunk_size": 16, "num_hidden_layers": 3},
     ),
 }
+
+# transformers' generate computes steps without the limits that a prompt's have.
+GENERATED = [name for name in RECURRENT_FAMILIES if name != "bamba-limits"]
 
 
 def recurrent_architecture(name: str) -> str:

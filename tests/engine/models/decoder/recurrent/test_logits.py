@@ -1,66 +1,33 @@
 """Families with recurrent layers against transformers: logits of every token, in packed steps of chunks and decodes.
 
-Sequences are longer than the chunks in which transformers computes its recurrences.
+Sequences are longer than the chunks in which transformers computes its recurrences. No feature of a family can be left
+out unnoticed.
 """
 
 from __future__ import annotations
 
-import sys
+import copy
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache, cached_property
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from engine.models.config.model_config import ModelConfig, load_hf_config
+from engine.models.config.weight_scales import WeightScales
 from engine.models.decoder import loader
+from engine.models.decoder.decoder import Decoder
 from engine.models.tensor_parallel import TensorParallel
-from tests.engine.models.adapter.packed_steps import Chunk, packed_logits
-from tests.engine.models.decoder.recurrent.recurrent_families import RECURRENT_FAMILIES, save_recurrent_model
+from kernels.recurrent.metadata import RecurrentMetadata
+from tests.engine.models.adapter import packed_steps
+from tests.engine.models.adapter.packed_steps import packed_logits
+from tests.engine.models.decoder.recurrent.conftest import STEPS, Saved, make_sequences
+from tests.engine.models.decoder.recurrent.recurrent_families import RECURRENT_FAMILIES
 
 TOLERANCE = 1e-5  # of the largest logit of a sequence
 CPU = torch.device("cpu")
-LENGTHS = (150, 21)
-STEPS: list[list[Chunk]] = [
-    [(0, 0, 70)],
-    [(1, 0, 3), (0, 70, 71)],
-    [(0, 71, 140), (1, 3, 4)],
-    [(1, 4, 20), (0, 140, 149)],
-    [(0, 149, 150), (1, 20, 21)],
-]
 Change = Callable[[ModelConfig], ModelConfig]
-
-
-def make_sequences() -> list[torch.Tensor]:
-    """Return the token ids of the sequences that STEPS computes."""
-    generator = torch.Generator().manual_seed(5)
-    return [torch.randint(3, 385, (length,), generator=generator) for length in LENGTHS]
-
-
-@dataclass
-class Saved:
-    """A model of transformers, and the directory that it was saved to."""
-
-    model: PreTrainedModel
-    path: str
-
-    @cached_property
-    def expected_logits(self) -> list[torch.Tensor]:
-        """transformers' logits of the sequences by its plain recurrences, [length, vocab_size] each."""
-        module = sys.modules[type(self.model).__module__]
-        with torch.inference_mode(), pytest.MonkeyPatch.context() as patched:
-            if plain := getattr(module, "torch_recurrent_gated_delta_rule", None):
-                patched.setattr(module, "torch_chunk_gated_delta_rule", plain)
-            return [self.model(tokens[None], use_cache=False).logits[0] for tokens in make_sequences()]
-
-
-@pytest.fixture(scope="session")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
-    """Return a function from a family's name to its model."""
-    return cache(lambda name: Saved(*save_recurrent_model(name, tmp_path_factory.mktemp(name))))
 
 
 def load(path: str, change: Change | None = None, *, dtype: torch.dtype = torch.float32) -> Any:
@@ -86,3 +53,119 @@ def largest_error(decoder: Any, saved: Saved) -> float:
 @pytest.mark.parametrize("name", RECURRENT_FAMILIES)
 def test_logits_equal_those_of_transformers(saved: Callable[[str], Saved], name: str) -> None:
     assert largest_error(load(saved(name).path), saved(name)) < TOLERANCE
+
+
+def mean_error(computed: list[torch.Tensor], saved: Saved) -> float:
+    """Return the mean difference of a logit from that of transformers in float32."""
+    return float((torch.cat(computed) - torch.cat(saved.expected_logits)).abs().mean())
+
+
+@pytest.mark.parametrize("name", RECURRENT_FAMILIES)
+def test_bfloat16_is_as_exact_as_that_of_transformers(saved: Callable[[str], Saved], name: str) -> None:
+    computed = packed_logits(
+        load(saved(name).path, dtype=torch.bfloat16), make_sequences(), torch.bfloat16, steps=STEPS
+    )
+    half = copy.deepcopy(saved(name).model).to(torch.bfloat16)
+    with torch.inference_mode():
+        theirs = [half(tokens[None], use_cache=False).logits[0].float() for tokens in make_sequences()]
+    assert mean_error(computed, saved(name)) < 1.5 * mean_error(theirs, saved(name))
+
+
+# --- planted errors -------------------------------------------------------------------------------------------------
+
+
+def _with(**changes: Any) -> Change:
+    return lambda config: replace(config, **changes)
+
+
+def _with_part(part: str, **changes: Any) -> Change:
+    return lambda config: replace(config, **{part: replace(getattr(config, part), **changes)})
+
+
+PLANTED: dict[str, tuple[str, Change]] = {
+    "weights of norms without 1": ("qwen3.5", _with(norms_add_one=False)),
+    "whole heads rotated": ("qwen3-next", _with_part("rope", rotary_dim=32)),
+    "half of a head's elements not rotated": ("lfm2", _with_part("rope", rotary_dim=8)),
+    "the gate after the norm": ("granite-4-h", _with_part("recurrent", norm="before_gate")),
+    "the gate before the norm": ("falcon-h1-norm", _with_part("recurrent", norm="after_gate")),
+    "steps without limits": ("bamba-limits", _with_part("recurrent", step_limits=(0.0, float("inf")))),
+    "multipliers of projections ignored": ("falcon-h1", _with(weight_scales=WeightScales())),
+    "logits not multiplied": ("falcon-h1", _with(logits_divisor=1.0)),
+    "residuals not multiplied": ("granite-4-h-moe", _with(residual_multiplier=1.0)),
+    "RoPE ignored": ("granite-4", _with_part("rope", tables=(None, None))),
+    "weights of experts not scaled": ("nemotron-3-nano", _with_part("experts", weight_scale=1.0)),
+    "weights of experts not normalised": ("lfm2-moe", _with_part("experts", normalizes_weights=False)),
+    "a softmax of logits": ("nemotron-3-super", _with_part("experts", scores="softmax")),
+}
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_a_feature_that_is_left_out_is_noticed(saved: Callable[[str], Saved], planted: str) -> None:
+    name, change = PLANTED[planted]
+    assert largest_error(load(saved(name).path, change), saved(name)) > 10 * TOLERANCE
+
+
+def _recurrent_layer(decoder: Decoder) -> Any:
+    return next(layer.recurrent for layer in decoder.layers if layer.recurrent is not None)
+
+
+def _experts(decoder: Decoder) -> Any:
+    return next(layer.mlp for layer in decoder.layers if hasattr(layer.mlp, "experts"))
+
+
+def _attention(decoder: Decoder) -> Any:
+    return next(layer.self_attn for layer in decoder.layers if layer.self_attn is not None)
+
+
+def _zero(parameter: torch.Tensor) -> None:
+    parameter.data.zero_()
+
+
+def _ignore_gate(decoder: Decoder) -> None:
+    attention = _attention(decoder)
+    attention.qkv_proj.weight.data[: attention.gate_width] = 0.0
+
+
+CHANGED: dict[str, tuple[str, Callable[[Decoder], object]]] = {
+    "the bias of a convolution": ("mamba2", lambda decoder: _zero(_recurrent_layer(decoder).conv.bias)),
+    "the bias of a short convolution": ("lfm2-biases", lambda decoder: _zero(_recurrent_layer(decoder).conv.bias)),
+    "the bias of steps": ("qwen3-next", lambda decoder: _zero(_recurrent_layer(decoder).dt_bias)),
+    "the decay": ("qwen3.5", lambda decoder: _recurrent_layer(decoder).A_log.data.add_(0.7)),
+    "the skip connection": ("nemotron-h", lambda decoder: _zero(_recurrent_layer(decoder).D)),
+    "the weights of a gated norm": (
+        "qwen3.5",
+        lambda decoder: _recurrent_layer(decoder).gated_norm.weight.data.fill_(1),
+    ),
+    "the bias of the choice of experts": ("nemotron-3-nano", lambda decoder: _zero(_experts(decoder).expert_bias)),
+    "the gate of attention": ("qwen3-next", _ignore_gate),
+    "the gate of a shared expert": ("qwen3.5-moe", lambda decoder: _zero(_experts(decoder).shared_expert_gate.weight)),
+}
+
+
+@pytest.mark.parametrize("changed", CHANGED)
+def test_a_weight_that_is_left_out_is_noticed(
+    saved: Callable[[str], Saved], changed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "cpu_kernels_can_run", lambda *_: False)
+    name, change = CHANGED[changed]
+    decoder = load(saved(name).path)
+    change(decoder)
+    assert largest_error(decoder, saved(name)) > 10 * TOLERANCE
+
+
+def _forgetful(metadata: RecurrentMetadata) -> RecurrentMetadata:
+    return replace(metadata, starts=torch.ones_like(metadata.starts))
+
+
+def _next_slot(metadata: RecurrentMetadata) -> RecurrentMetadata:
+    return replace(metadata, slots=metadata.slots % 2 + 1) if len(metadata.slots) == 1 else metadata
+
+
+@pytest.mark.parametrize("mistake", [_forgetful, _next_slot])
+@pytest.mark.parametrize("name", ["lfm2", "qwen3.5", "mamba2"])
+def test_a_lost_state_is_noticed(
+    saved: Callable[[str], Saved], name: str, mistake: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = packed_steps._recurrent
+    monkeypatch.setattr(packed_steps, "_recurrent", lambda step: mistake(right(step)))
+    assert largest_error(load(saved(name).path), saved(name)) > 10 * TOLERANCE

@@ -1,0 +1,72 @@
+"""Engines on tiny models with recurrent layers: tokens and beams equal those of transformers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from engine.sampling_params import SamplingParams
+from tests.engine.models.adapter import greedy_answers
+from tests.engine.models.decoder.recurrent.conftest import Saved
+from tests.engine.models.decoder.recurrent.recurrent_families import GENERATED
+from tests.engine.oracle import Activity, answers, eos_ids, make_llm, oracle_beams, random_tokens, run
+
+POOL_TOKENS = 44  # a request and a half: the second is preempted
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_greedy_tokens_equal_transformers(saved: Callable[[str], Saved], name: str) -> None:
+    """With blocks of 4 tokens, steps of 7, shared prefixes, a cached prompt, and preemption."""
+    expected = greedy_answers.oracle(saved(name).model, greedy_answers.make_prompts())
+    assert len({tuple(answer) for (answer,) in expected}) > 1, "the oracle's answers are too much alike"
+    pool_tokens = POOL_TOKENS if name != "granite-4" else greedy_answers.POOL_TOKENS  # which has no states
+    activity = greedy_answers.check(
+        saved(name).path, (4, 7, True, 0.0), expected, model_impl="pagoda", pool_tokens=pool_tokens
+    )
+    assert activity.num_recomputed
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", GENERATED)
+def test_greedy_tokens_in_every_setting(saved: Callable[[str], Saved], name: str) -> None:
+    expected = greedy_answers.oracle(saved(name).model, greedy_answers.make_prompts())
+    for setting in greedy_answers.SETTINGS:
+        greedy_answers.check(saved(name).path, setting, expected, model_impl="pagoda")
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3-next", "granite-4-h", "falcon-h1", "mamba2"])
+def test_a_long_conversation_resumes_at_snapshots(saved: Callable[[str], Saved], name: str) -> None:
+    """Prompts of several of transformers' chunks: the second follows an answer, the third leaves the first early."""
+    model, path = saved(name).model, saved(name).path
+    rng = random.Random(7)
+    llm = make_llm(path, block_size=4, max_num_batched_tokens=50)
+    params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
+    prompt, cached = random_tokens(rng, 150), []
+    for turn in ("new", "next", "other"):
+        ids = torch.tensor([prompt])
+        with eos_ids(model, []):
+            expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False)
+        output = run(llm, [prompt], params)
+        assert answers(output) == [[expected[0, len(prompt) :].tolist()]], turn
+        cached.append(output[0].num_cached_tokens)
+        if turn == "new":
+            first, prompt = prompt, [*expected[0].tolist(), *random_tokens(rng, 40)]
+        else:
+            prompt = first[:90] + random_tokens(rng, 30)
+    assert cached[0] == 0
+    assert cached[1] >= 148  # the answer's end or the prompt's
+    assert cached[2] % 4 == 0
+
+
+@pytest.mark.parametrize("name", ["lfm2-moe", "qwen3.5", "falcon-h1", "nemotron-3-nano", "mamba2"])
+def test_beams_equal_transformers(saved: Callable[[str], Saved], name: str) -> None:
+    llm = make_llm(saved(name).path, block_size=4, max_num_batched_tokens=16)
+    activity = Activity(llm)
+    params = SamplingParams(beam_width=3, n=3, temperature=0.0, max_tokens=greedy_answers.MAX_TOKENS, ignore_eos=True)
+    prompts = greedy_answers.make_prompts()[:2]
+    expected = [oracle_beams(saved(name).model, prompt, params, [])[0] for prompt in prompts]
+    assert answers(run(llm, prompts, params)) == expected
+    assert activity.num_copies > 0
