@@ -24,6 +24,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from gguf import GGMLQuantizationType, GGUFWriter
 from safetensors.torch import save_file
 
 from benchmarks.loading import CPU, Run, plain_read
@@ -33,6 +34,7 @@ from engine.models.checkpoint.checkpoint import open_checkpoint
 from engine.models.checkpoint.finite import is_finite
 from engine.models.checkpoint.own_memory import own_memory
 from engine.models.checkpoint.read_ahead import NUM_THREADS
+from kernels.dequant.gguf_types import GGUF_TYPES, GgufType
 
 __all__ = ["main"]
 
@@ -109,41 +111,82 @@ def nf4() -> Tensors:
     }
 
 
+def mxfp4() -> Tensors:
+    """Return codes of compressed-tensors, with exponents of 32 columns, which keep the numbers finite."""
+    return {"weight_packed": octets(SIZE, SIZE // 2), "weight_scale": octets(SIZE, SIZE // 32) // 4 + 90}
+
+
+def gpt_oss() -> Tensors:
+    """Return a stack of one expert of GPT-OSS, which is transposed."""
+    shape = (1, SIZE, SIZE // 32)
+    return {"experts.down_proj_blocks": octets(*shape, 16), "experts.down_proj_scales": octets(*shape) // 4 + 90}
+
+
+def mlx() -> Tensors:
+    """Return words of MLX, with a scale and a bias for each 64 columns."""
+    own = scales(SIZE, SIZE // 64).bfloat16()
+    return {"weight": words(SIZE, SIZE // 8).view(torch.uint32), "scales": own, "biases": -8 * own}
+
+
 FORMATS: dict[str, tuple[Callable[[], Tensors], dict[str, Any]]] = {
     "FP8": (fp8, {"quant_method": "fp8", "weight_block_size": [GROUP, GROUP]}),
     "NVFP4": (nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
     "int4": (int4, {"quant_method": "compressed-tensors"}),
     "GPTQ": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP}),
     "AWQ": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP}),
+    "MXFP4": (mxfp4, {"quant_method": "compressed-tensors"}),
+    "GPT-OSS": (gpt_oss, {"quant_method": "mxfp4"}),
+    "MLX": (mlx, {"quant_method": "mlx", "bits": 4, "group_size": 64}),
     "NF4": (nf4, {"quant_method": "bitsandbytes", "load_in_4bit": True}),
 }
 
+GGUF = {f"GGUF {kind.name}": kind for kind in GGUF_TYPES.values() if kind.block_elements > 1}
 
-def write_checkpoint(directory: Path, name: str, num_matrices: int) -> None:
-    """Write a checkpoint of one format."""
+
+def write_gguf(path: Path, kind: GgufType, num_matrices: int) -> None:
+    """Write a GGUF file of random blocks, whose float16 are finite."""
+    writer = GGUFWriter(path, "qwen2")
+    writer.add_block_count(num_matrices)
+    for index in range(num_matrices):
+        blocks = octets(SIZE, kind.row_bytes(SIZE)) & 0x3B
+        number = next(number for number, other in GGUF_TYPES.items() if other == kind)
+        writer.add_tensor(f"blk.{index}.ffn_up.weight", blocks.numpy(), raw_dtype=GGMLQuantizationType(number))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def write_checkpoint(directory: Path, name: str, num_matrices: int) -> Path:
+    """Write a checkpoint of one format; return the file with its weights."""
+    if name in GGUF:
+        write_gguf(directory / "model.gguf", GGUF[name], num_matrices)
+        return directory / "model.gguf"
     build, config = FORMATS[name]
     tensors = {f"model.{index}.{part}": tensor for index in range(num_matrices) for part, tensor in build().items()}
     save_file(tensors, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps({"quantization_config": config}))
+    return directory / "model.safetensors"
 
 
-def plain(directory: Path, num_matrices: int) -> None:
+def plain(file: Path, num_matrices: int) -> None:
     """Read the file, and fill memory for the weights in bfloat16."""
-    plain_read([directory / "model.safetensors"], NUM_THREADS, MIB)
+    plain_read([file], NUM_THREADS, MIB)
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         list(pool.map(lambda _: own_memory((SIZE, SIZE), torch.bfloat16).fill_(1.0), range(num_matrices)))
 
 
-def load(directory: Path) -> None:
+def load(file: Path) -> None:
     """Read the weights, on threads."""
 
     def read(name: str) -> torch.Tensor:
-        weight = own_memory((SIZE, SIZE), torch.bfloat16)
+        weight = own_memory(checkpoint.shape_of(name), torch.bfloat16)
         checkpoint.read_into(weight, name)
         assert is_finite(weight)
         return weight
 
-    with open_checkpoint(directory) as checkpoint, ThreadPoolExecutor(NUM_THREADS) as pool:
+    path = file if file.suffix == ".gguf" else file.parent
+    with open_checkpoint(path) as checkpoint, ThreadPoolExecutor(NUM_THREADS) as pool:
         list(pool.map(read, checkpoint.names))
 
 
@@ -161,16 +204,15 @@ def results(names: list[str], num_matrices: int, rounds: int) -> Iterator[dict[s
     """Yield what was measured for each format."""
     for name in names:
         with tempfile.TemporaryDirectory(prefix="pg-quantised-") as temporary:
-            directory = Path(temporary)
-            write_checkpoint(directory, name, num_matrices)
-            load(directory)  # compiles the kernels
+            file = write_checkpoint(Path(temporary), name, num_matrices)
+            load(file)  # compiles the kernels
             runs = [
-                (timed(lambda: plain(directory, num_matrices)), timed(lambda: load(directory)))  # noqa: B023
+                (timed(lambda: plain(file, num_matrices)), timed(lambda: load(file)))  # noqa: B023
                 for _ in range(rounds)
             ]
             yield {
                 "format": name,
-                "gb": round((directory / "model.safetensors").stat().st_size / 1e9, 3),
+                "gb": round(file.stat().st_size / 1e9, 3),
                 "plain_s": statistics.median(base.seconds for base, _ in runs),
                 "load_s": statistics.median(own.seconds for _, own in runs),
                 "over_plain": round(statistics.median(own.seconds / base.seconds for base, own in runs), 3),
@@ -186,15 +228,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Loading of quantised weights beside plain reading and writing.")
     parser.add_argument("--matrices", type=int, default=17, help="of 4096 x 4096 weights")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--formats", nargs="+", choices=list(FORMATS), default=list(FORMATS))
+    parser.add_argument("--formats", nargs="+", choices=[*FORMATS, *GGUF], default=[*FORMATS, *GGUF])
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     load_average, measured = os.getloadavg()[0], []
     columns = ("gb", "plain_s", "load_s", "over_plain", "plain_cpu_s", "load_cpu_s", "cpu_over_plain")
-    print(f"{'format':8}" + "".join(f"{column:>15}" for column in columns))
+    print(f"{'format':12}" + "".join(f"{column:>15}" for column in columns))
     for result in results(options.formats, options.matrices, options.rounds):
         measured.append(result)
-        print(f"{result['format']:8}" + "".join(f"{result[column]:15.3f}" for column in columns), flush=True)
+        print(f"{result['format']:12}" + "".join(f"{result[column]:15.3f}" for column in columns), flush=True)
     if options.out:
         document = {"machine": describe(CPU), "load_average_before": round(load_average, 2)}
         document |= {"weights": options.matrices * SIZE * SIZE, "threads": NUM_THREADS, "results": measured}

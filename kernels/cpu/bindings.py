@@ -140,7 +140,7 @@ class CGroupedCodes(ctypes.Structure):
     """``pagoda_grouped_codes``."""
 
     _fields_ = (
-        *_fields(_POINTER, "output", "codes", "table", "scales", "zeros", "biases"),
+        *_fields(_POINTER, "output", "codes", "table", "scales", "scale_table", "zeros", "biases"),
         *_fields(_INT64, "num_rows", "columns", "num_groups", "group_size", "first", "code_stride"),
         *_fields(_INT32, "is_bf16", "has_nibbles", "is_high_first"),
     )
@@ -194,6 +194,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pagoda_attention": (None, (_CALL,)),
     "pagoda_causal_conv": (None, (ctypes.POINTER(CConvCall),)),
     "pagoda_compute_experts": (None, (_EXPERTS, _POINTER, _POINTER, _INT32, _POINTER, _FLOAT, _INT32)),
+    "pagoda_decode_gguf": (_INT32, (_POINTER, _POINTER, _INT64, _INT32, _INT32)),
     "pagoda_decode_groups": (None, (ctypes.POINTER(CGroupedCodes),)),
     "pagoda_draw": (None, (*(_POINTER,) * 6, _INT64, _INT64, _INT64)),
     "pagoda_gather_packed_rows": (_INT32, (_POINTER, _WEIGHT, _POINTER, _INT32, _FLOAT)),
@@ -215,6 +216,9 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pagoda_set_num_threads": (None, (ctypes.c_int,)),
     "pagoda_top_k": (None, (*(_POINTER,) * 3, *(_INT64,) * 4)),
     "pagoda_truncated_draw": (None, (*(_POINTER,) * 5, ctypes.POINTER(CLimits), *(_INT64,) * 3)),
+    "pagoda_turn_awq": (None, (_POINTER, _POINTER, _INT64, _INT64, _INT64)),
+    "pagoda_turn_halves": (None, (_POINTER, _POINTER, _INT64, _INT64)),
+    "pagoda_turn_words": (None, (_POINTER, _POINTER, _INT64, _INT64, _INT64)),
 }
 
 

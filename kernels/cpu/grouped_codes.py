@@ -1,4 +1,4 @@
-"""Numbers of quantised weights, in C (csrc/dequant/decode_groups.h), where they are wanted: in float32 or bfloat16."""
+"""Quantised weights in C (csrc/dequant/): codes to numbers where these are wanted, and transposed codes to rows."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ import torch
 from kernels.cpu.bindings import CGroupedCodes, address
 from kernels.cpu.library import library
 
-__all__ = ["decode_groups"]
+__all__ = ["can_write", "decode_gguf", "decode_groups", "transpose", "turn_words"]
 
 _DTYPES = (torch.float32, torch.bfloat16)
+
+
+def can_write(out: torch.Tensor) -> bool:
+    """Return whether numbers can be decoded to ``out``, if there is a library."""
+    return out.dtype in _DTYPES and out.is_contiguous() and out.device.type == "cpu"
 
 
 def decode_groups(
@@ -19,6 +24,7 @@ def decode_groups(
     scales: torch.Tensor,
     group_size: int,
     *,
+    scale_table: torch.Tensor | None = None,
     zeros: torch.Tensor | None = None,
     biases: torch.Tensor | None = None,
     first: int = 0,
@@ -29,38 +35,110 @@ def decode_groups(
     Args:
         out: [num_rows, columns].
         codes: of one byte, [num_rows, num_bytes]; bytes of a row are neighbours.
-        table: float32, the number of each code: [256], or [16] if a byte holds two codes.
-        scales: [num_rows, num_groups], or one row or column of them for all.
+        table: float32, the number of each code: [256], which bfloat16 has exactly, or [16] if a byte holds two codes.
+        scales: [num_rows, num_groups], or one row or column of them for all; numbers, or bytes if ``scale_table``.
         group_size: neighbouring columns with one scale; the last group may be smaller.
+        scale_table: float32 [256], the scale of each byte.
         zeros: the zero points, as the scales.
         biases: as the scales.
-        first: columns of the first group that come before the row.
+        first: columns of the first group that come before the row, fewer than a group's.
         is_high_first: the first of two codes is in the high half of a byte.
 
     Returns:
         False, and writes nothing, if the kernel does not do it: ``out`` is not contiguous, on another device or
         of another dtype, the sizes do not fit each other, or there is no library. Torch is the fallback.
     """
-    if out.dtype not in _DTYPES or not out.is_contiguous() or codes.stride(1) != 1:
-        return False
-    if any(tensor.device.type != "cpu" for tensor in (out, codes, scales)) or (loaded := library()) is None:
+    if not can_write(out) or codes.device.type != "cpu" or codes.stride(1) != 1 or (loaded := library()) is None:
         return False
     num_rows, columns = out.shape
     num_groups = max(part.shape[1] for part in (scales, zeros, biases) if part is not None)
     has_nibbles = len(table) == 16
     size = first + columns if num_groups == 1 else group_size
-    if len(codes) != num_rows or codes.shape[1] * (1 + has_nibbles) < columns or num_groups * size < first + columns:
+    if (
+        first >= size
+        or len(codes) != num_rows
+        or codes.shape[1] * (1 + has_nibbles) < columns
+        or num_groups * size < first + columns
+    ):
         return False
 
     def spread(part: torch.Tensor | None) -> torch.Tensor | None:
         return None if part is None else part.float().expand(num_rows, num_groups).contiguous()
 
-    table, scales_, zeros, biases = table.contiguous(), spread(scales), spread(zeros), spread(biases)
+    if scale_table is None:
+        own_scales = spread(scales)
+    else:
+        own_scales = scales.view(torch.uint8).expand(num_rows, num_groups).contiguous()
+        scale_table = scale_table.contiguous()
+    table, zeros, biases = table.contiguous(), spread(zeros), spread(biases)
     loaded.pagoda_decode_groups(
         CGroupedCodes(
-            *(out.data_ptr(), codes.data_ptr(), table.data_ptr(), address(scales_), address(zeros), address(biases)),
-            *(num_rows, columns, num_groups, size, first, codes.stride(0)),
+            *(out.data_ptr(), codes.data_ptr(), table.data_ptr(), address(own_scales), address(scale_table)),
+            *(address(zeros), address(biases), num_rows, columns, num_groups, size, first, codes.stride(0)),
             *(out.dtype == torch.bfloat16, has_nibbles, is_high_first),
         )
     )
     return True
+
+
+def decode_gguf(out: torch.Tensor, blocks: torch.Tensor, type_number: int) -> bool:
+    """Write the numbers of GGUF blocks to ``out``, with the bits of torch's operators.
+
+    Args:
+        out: of any shape, with as many elements as the blocks.
+        blocks: uint8 [num_blocks, block_bytes], contiguous.
+        type_number: ggml's.
+
+    Returns:
+        False, and writes nothing, if the kernel does not do it; see ``decode_groups``.
+    """
+    if not can_write(out) or blocks.device.type != "cpu" or (loaded := library()) is None:
+        return False
+    written = loaded.pagoda_decode_gguf(
+        out.data_ptr(), blocks.data_ptr(), len(blocks), type_number, out.dtype == torch.bfloat16
+    )
+    return bool(written)
+
+
+def transpose(out: torch.Tensor, matrix: torch.Tensor) -> bool:
+    """Write a matrix to ``out`` transposed, [columns, num_rows], both contiguous and of one dtype.
+
+    Returns:
+        False, and writes nothing, if the kernel does not do it; see ``decode_groups``.
+    """
+    fits = out.dtype == matrix.dtype and out.shape == matrix.shape[::-1] and matrix.is_contiguous()
+    if not fits or not can_write(out) or matrix.device.type != "cpu" or (loaded := library()) is None:
+        return False
+    addresses, (num_rows, columns) = (out.data_ptr(), matrix.data_ptr()), matrix.shape
+    if out.dtype == torch.bfloat16:
+        loaded.pagoda_turn_halves(*addresses, num_rows, columns)
+    else:
+        loaded.pagoda_turn_words(*addresses, num_rows, columns, columns)
+    return True
+
+
+def turn_words(words: torch.Tensor, columns: slice, *, is_awq: bool = False) -> torch.Tensor | None:
+    """Return some columns of a matrix of words as rows, int32 [num_columns, num_rows].
+
+    With ``is_awq`` the columns are nibbles, 8 of each word in AWQ's order, and the result's words hold 8 neighbouring
+    ones of a row, the low ones first: [8 * num_columns, ceil(num_rows / 8)].
+
+    Args:
+        words: int32 [num_rows, all columns], contiguous.
+        columns: some of them.
+        is_awq: the words hold AWQ's nibbles.
+
+    Returns:
+        None if the kernel does not do it; see ``decode_groups``.
+    """
+    if words.device.type != "cpu" or not words.is_contiguous() or (loaded := library()) is None:
+        return None
+    num_rows, all_columns = words.shape
+    own = words[:, columns]
+    if is_awq:
+        turned = torch.empty(8 * own.shape[1], -(-num_rows // 8), dtype=torch.int32)
+        loaded.pagoda_turn_awq(turned.data_ptr(), own.data_ptr(), num_rows, own.shape[1], all_columns)
+    else:
+        turned = torch.empty(own.shape[1], num_rows, dtype=torch.int32)
+        loaded.pagoda_turn_words(turned.data_ptr(), own.data_ptr(), num_rows, own.shape[1], all_columns)
+    return turned

@@ -15,19 +15,27 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 
 
 def dequantise_fp4(
-    octets: torch.Tensor, scales: torch.Tensor, group_size: int, *, out: torch.Tensor | None = None
+    octets: torch.Tensor,
+    scales: torch.Tensor,
+    group_size: int,
+    *,
+    scale_table: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return rows of a matrix, float32 [num_rows, 2 * num_bytes]; or ``out``, if they could be written there.
 
     Args:
         octets: uint8 [num_rows, num_bytes].
-        scales: float32 [num_rows, columns / group_size].
+        scales: float32 [num_rows, columns / group_size], or bytes if ``scale_table``.
         group_size: neighbouring columns with one scale.
+        scale_table: float32 [256], the scale of each byte.
         out: of the same shape, of any dtype.
     """
     pairs = _e2m1_pairs()
-    if out is not None and decode_groups(out, octets, pairs[:16, 0], scales, group_size):
+    if out is not None and decode_groups(out, octets, pairs[:16, 0], scales, group_size, scale_table=scale_table):
         return out
+    if scale_table is not None:
+        scales = scale_table[scales.view(torch.uint8).int()]
     return scale_blocks(unpack_pairs(octets, pairs.to(octets.device)), scales, (1, group_size), 0)
 
 

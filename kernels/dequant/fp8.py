@@ -7,9 +7,9 @@ from functools import cache
 import torch
 
 from kernels.cpu.grouped_codes import decode_groups
-from kernels.dequant.scales import e8m0_to_float, row_scales, scale_blocks
+from kernels.dequant.scales import e8m0_numbers, e8m0_to_float, row_scales, scale_blocks
 
-__all__ = ["dequantise_fp8", "e4m3_to_float"]
+__all__ = ["dequantise_fp8", "e4m3_numbers"]
 
 
 _NAN, _SIGN_AND_LOW = 0x7F, -0x4001  # a code but for its sign; all bits but the highest of float16's exponent
@@ -46,12 +46,22 @@ def dequantise_fp8(
         out: [num_rows, columns], of any dtype.
     """
     is_exponent = scales.dtype in (torch.uint8, torch.float8_e8m0fnu)
-    scales = e8m0_to_float(scales) if is_exponent else scales.float()
+    scales = scales.view(torch.uint8) if is_exponent else scales.float()
     if out is not None and decode_groups(
-        out, codes, _table(codes.dtype), row_scales(scales, block[0], first_row, len(codes)), block[1]
+        out,
+        codes,
+        _numbers(codes.dtype),
+        row_scales(scales, block[0], first_row, len(codes)),
+        block[1],
+        scale_table=e8m0_numbers() if is_exponent else None,
     ):
         return out
-    return scale_blocks(_to_float(codes), scales, block, first_row)
+    return scale_blocks(_to_float(codes), e8m0_to_float(scales) if is_exponent else scales, block, first_row)
+
+
+def e4m3_numbers() -> torch.Tensor:
+    """Return the number of each byte, float32 [256]."""
+    return _numbers(torch.float8_e4m3fn)
 
 
 def _to_float(codes: torch.Tensor) -> torch.Tensor:
@@ -59,5 +69,5 @@ def _to_float(codes: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _table(dtype: torch.dtype) -> torch.Tensor:
+def _numbers(dtype: torch.dtype) -> torch.Tensor:
     return _to_float(torch.arange(256, dtype=torch.uint8).view(dtype))

@@ -11,15 +11,16 @@ from collections.abc import Callable
 
 import torch
 
-from kernels.cpu.grouped_codes import decode_groups
+from kernels.cpu.grouped_codes import decode_gguf
 from kernels.dequant.gguf_bits import codebook, fields, half_floats
 from kernels.dequant.gguf_k import q2_k, q3_k, q4_k, q5_k, q6_k
-from kernels.dequant.gguf_types import GgufType
+from kernels.dequant.gguf_types import GGUF_TYPES, GgufType
 
 __all__ = ["DECODERS", "dequantise_gguf"]
 
 Decoder = Callable[[torch.Tensor], torch.Tensor]
 
+_NUMBERS = {kind.name: number for number, kind in GGUF_TYPES.items()}
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # its -0 is 0 in ggml, too
 
@@ -33,7 +34,8 @@ def dequantise_gguf(rows: torch.Tensor, gguf_type: GgufType, *, out: torch.Tenso
         out: [num_rows, columns], of any dtype.
     """
     blocks = rows.reshape(-1, gguf_type.block_bytes)
-    if out is not None and out.is_contiguous() and gguf_type.name == "Q8_0" and _write_q8_0(blocks, out):
+    has_room = out is not None and out.numel() == len(blocks) * gguf_type.block_elements
+    if out is not None and has_room and decode_gguf(out, blocks, _NUMBERS[gguf_type.name]):
         return out
     values = DECODERS[gguf_type.name](blocks)
     return values.reshape(len(rows), -1)
@@ -77,12 +79,6 @@ def q5_1(blocks: torch.Tensor) -> torch.Tensor:
 def q8_0(blocks: torch.Tensor) -> torch.Tensor:
     """Decode scale f16 | 32 signed bytes."""
     return half_floats(blocks, 0) * blocks[:, 2:].view(torch.int8).float()
-
-
-def _write_q8_0(blocks: torch.Tensor, out: torch.Tensor) -> bool:
-    """Write what q8_0 returns to ``out`` in C; return whether that was possible."""
-    levels = torch.arange(256, dtype=torch.uint8).view(torch.int8).float()
-    return decode_groups(out.view(-1, 32), blocks[:, 2:], levels, half_floats(blocks, 0), 32)
 
 
 def iq4_nl(blocks: torch.Tensor) -> torch.Tensor:

@@ -7,16 +7,18 @@ from functools import cache
 
 import torch
 
-from kernels.cpu.grouped_codes import decode_groups
+from kernels.cpu.grouped_codes import decode_groups, turn_words
 from kernels.dequant.fp4 import unpack_pairs
 from kernels.dequant.scales import scale_blocks
 
 __all__ = [
     "dequantise_affine",
     "dequantise_affine_packed",
+    "dequantise_awq",
     "dequantise_groups",
     "dequantise_ordered",
     "dequantise_packed",
+    "turn_words_to_rows",
     "unpack_awq",
     "unpack_bits",
     "unpack_floats",
@@ -158,6 +160,37 @@ def dequantise_ordered(
     """
     zero = zeros if isinstance(zeros, int) else zeros.float()[:, group_of]
     return (codes.float() - zero).mul_(scales.float()[:, group_of])
+
+
+def turn_words_to_rows(words: torch.Tensor, columns: slice) -> torch.Tensor:
+    """Return some columns of a matrix as rows, contiguous int32 [num_columns, num_rows]; ``words`` is contiguous."""
+    turned = turn_words(words, columns)
+    return words[:, columns].t().contiguous() if turned is None else turned
+
+
+def dequantise_awq(
+    words: torch.Tensor,
+    columns: slice,
+    scales: torch.Tensor,
+    zeros: torch.Tensor,
+    group_size: int,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return what ``dequantise_groups`` does for AWQ's codes, float32 [8 * num_columns, num_rows], or ``out``.
+
+    Args:
+        words: int32 [num_rows, all columns], contiguous.
+        columns: some of them.
+        scales: of the result's rows, [8 * num_columns, ceil(num_rows / group_size)].
+        zeros: the zero points, as the scales.
+        group_size: neighbouring columns of the result with one scale.
+        out: of the result's shape, of any dtype.
+    """
+    turned = turn_words(words, columns, is_awq=True)
+    if turned is None:
+        return dequantise_groups(unpack_awq(words[:, columns]), scales, zeros, group_size)
+    return dequantise_packed(turned, 4, len(words), scales, zeros, group_size, out=out)
 
 
 def unpack_awq(words: torch.Tensor) -> torch.Tensor:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
-__all__ = ["e8m0_to_float", "row_scales", "scale_blocks"]
+__all__ = ["e8m0_numbers", "e8m0_to_float", "row_scales", "scale_blocks"]
 
 _SMALLEST, _NAN = 0x00400000, 0x7FC00000  # the bits of 2**-127 and of a NaN in float32
 
@@ -15,6 +17,12 @@ def e8m0_to_float(exponents: torch.Tensor) -> torch.Tensor:
     bits = exponents.to(torch.int32) << 23
     bits.masked_fill_(exponents == 0, _SMALLEST).masked_fill_(exponents == 255, _NAN)
     return bits.view(torch.float32)
+
+
+@cache
+def e8m0_numbers() -> torch.Tensor:
+    """Return the number of each byte, float32 [256]."""
+    return e8m0_to_float(torch.arange(256, dtype=torch.uint8))
 
 
 def row_scales(scales: torch.Tensor, block_rows: int, first_row: int, num_rows: int) -> torch.Tensor:

@@ -19,7 +19,9 @@ from engine.models.checkpoint.tensor_files import TensorFiles
 
 __all__ = ["PART_DTYPES", "PackedWeight", "read_packed"]
 
-BLOCK_BYTES = 2**19  # of float32 that are dequantised at once: few enough to stay in a processor's cache
+BLOCK_ELEMENTS = 2**21  # that are dequantised at once: their codes stay in a processor's cache
+
+_DECODED_DTYPES = (torch.float32, torch.bfloat16)  # that formats can write at once
 
 PART_DTYPES = {
     "F64": torch.float64,
@@ -68,7 +70,7 @@ class PackedWeight(ABC):
         Args:
             parts: of one matrix, without leading dimensions; of those in ``read_by_rows`` only the ``rows``.
             rows: begins at a multiple of ``row_multiple``, and ends at one or at the last row.
-            out: [len(rows), columns], of any dtype and device. A format that can write the rows there at once does so,
+            out: [len(rows), columns], of any dtype, on the CPU. A format that can write the rows there at once does so,
                 and returns it.
         """
 
@@ -130,15 +132,22 @@ def _read_matrix(
         name: _read_part(files, packed, name, index, None) for name in packed.parts if name not in packed.read_by_rows
     }
     multiple = packed.row_multiple
-    step = max(1, BLOCK_BYTES // (4 * all_columns or 1) // multiple) * multiple
+    step = max(1, BLOCK_ELEMENTS // (all_columns or 1) // multiple) * multiple
     last = first + len(out)
+    dtype = out.dtype if out.dtype in _DECODED_DTYPES else torch.float32
+    is_direct = out.device.type == "cpu" and out.dtype == dtype and out.shape[1] == all_columns
+    scratch: torch.Tensor | None = None
     for start in range(first // multiple * multiple, last, step):
         rows = range(start, min(start + step, -(-last // multiple) * multiple, all_rows))
         by_rows = {name: _read_part(files, packed, name, index, rows) for name in packed.read_by_rows}
         wanted = range(max(first, rows.start), min(last, rows.stop))
         target = out[wanted.start - first : wanted.stop - first]
-        is_whole = wanted == rows and target.shape[1] == all_columns
-        block = packed.dequantise(whole | by_rows, rows, target if is_whole else None)
+        if is_direct and wanted == rows:
+            block = packed.dequantise(whole | by_rows, rows, target)
+        else:
+            if scratch is None:
+                scratch = torch.empty(min(step, all_rows), all_columns, dtype=dtype)
+            block = packed.dequantise(whole | by_rows, rows, scratch[: len(rows)])
         if block.data_ptr() != target.data_ptr():  # else it is written already
             target.copy_(block[wanted.start - rows.start : wanted.stop - rows.start, columns])
 

@@ -9,6 +9,7 @@ import torch
 
 from engine.models.checkpoint.formats.table import Entry
 from engine.models.checkpoint.packed_weight import PackedWeight
+from kernels.dequant.transposed import transposed as matrix_transposed
 
 __all__ = ["transposed"]
 
@@ -27,8 +28,10 @@ class _TransposedWeight(PackedWeight):
         self, parts: Mapping[str, torch.Tensor], rows: range, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return the rows of one matrix."""
-        stored = self.inner.dequantise(parts, range(self.matrix_shape[1]))
-        return stored.T[rows.start : rows.stop].contiguous()
+        shape = self.inner.matrix_shape
+        scratch = None if out is None else out.new_empty(shape)
+        stored = self.inner.dequantise(parts, range(shape[0]), scratch)
+        return matrix_transposed(stored, out=out)  # all rows: see row_multiple
 
 
 def transposed(weight: Entry) -> Entry:

@@ -12,7 +12,7 @@ import torch
 from kernels.cpu import grouped_codes
 from kernels.dequant import bitsandbytes, fp4, gguf, integers
 from kernels.dequant.fp8 import dequantise_fp8
-from kernels.dequant.gguf_types import GGUF_TYPES
+from kernels.dequant.gguf_types import GGUF_TYPES, GgufType
 
 SCALES = torch.tensor(
     [1.0, -0.37, 0.0, -0.0, 2.0**-127, 1e-45, -3e-38, 2.0**120, 3e38, torch.inf, -torch.inf, torch.nan, 0.0123]
@@ -93,9 +93,30 @@ def of_nf4(count: int, block: int, first: int) -> Case:
     )
 
 
-def of_q8_0(columns: int) -> Case:
-    rows = octets(ROWS, columns // 32 * 34)
-    return Case(lambda out: gguf.dequantise_gguf(rows, GGUF_TYPES[8], out=out), (ROWS, columns))
+def of_exponents(columns: int, group: int) -> Case:
+    """MXFP8, whose scales are bytes."""
+    codes, grid = octets(ROWS, columns).view(torch.float8_e4m3fn), octets(ROWS, groups_of(columns, group))
+    return Case(lambda out: dequantise_fp8(codes, grid, (1, group), out=out), (ROWS, columns))
+
+
+def of_scale_table(columns: int, group: int) -> Case:
+    codes, grid, table = octets(ROWS, columns // 2), octets(ROWS, groups_of(columns, group)), scales(256)
+    return Case(lambda out: fp4.dequantise_fp4(codes, grid, group, scale_table=table, out=out), (ROWS, columns))
+
+
+def of_awq(columns: int, group: int) -> Case:
+    words, grid = octets(columns, 4 * 9).view(torch.int32), scales(8 * 5, groups_of(columns, group))
+    zeros = torch.arange(grid.numel()).view(grid.shape) % 16
+    return Case(
+        lambda out: integers.dequantise_awq(words, slice(2, 7), grid, zeros.float(), group, out=out), (8 * 5, columns)
+    )
+
+
+def of_gguf(kind: GgufType) -> Case:
+    columns = 3 * max(kind.block_elements, 96)
+    generator = torch.Generator().manual_seed(kind.block_bytes)
+    rows = torch.randint(0, 256, (40, kind.row_bytes(columns)), dtype=torch.uint8, generator=generator)
+    return Case(lambda out: gguf.dequantise_gguf(rows, kind, out=out), (40, columns))
 
 
 CASES = {
@@ -116,8 +137,13 @@ CASES = {
     "MLX, 8 bits": of_affine(256, 32, 8),
     "NF4": of_nf4(4096, 64, 0),
     "NF4, from within a block, an odd number": of_nf4(1999, 64, 30),
-    "Q8_0": of_q8_0(1056),
+    "MXFP8": of_exponents(1056, 32),
+    "FP4, scales of a table": of_scale_table(1072, 16),
+    "AWQ": of_awq(1030, 128),
+    "AWQ, fewer inputs than a word": of_awq(3, 128),
+    **{f"GGUF {kind.name}": of_gguf(kind) for kind in GGUF_TYPES.values() if kind.block_elements > 1},
 }
+SIZES = [(1, 1), (7, 16), (16, 130), (33, 31), (64, 96), (70, 45)]
 
 
 def bits(values: torch.Tensor) -> torch.Tensor:
@@ -157,6 +183,31 @@ def test_torch_computes_what_the_kernel_does_not(name: str, monkeypatch: pytest.
     assert torch.equal(bits(case.decode(out)), expected)
     assert not half.any()
     assert not out.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_a_matrix_is_transposed(size: tuple[int, int], dtype: torch.dtype) -> None:
+    matrix = torch.randn(size).to(dtype)
+    out = torch.zeros(size[::-1], dtype=dtype)
+    assert grouped_codes.transpose(out, matrix)
+    assert torch.equal(out, matrix.t())
+    assert not grouped_codes.transpose(out[:, 1:], matrix)
+    assert not grouped_codes.transpose(out, matrix.double())
+
+
+@pytest.mark.parametrize(("num_rows", "columns"), SIZES)
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_words_become_rows(num_rows: int, columns: int, skipped: int) -> None:
+    words = torch.randint(-(2**31), 2**31, (num_rows, skipped + columns), dtype=torch.int32)
+    own = slice(skipped, skipped + columns)
+    turned = grouped_codes.turn_words(words, own)
+    assert turned is not None
+    assert torch.equal(turned, words[:, own].t())
+    nibbles = grouped_codes.turn_words(words, own, is_awq=True)
+    assert nibbles is not None
+    assert torch.equal(integers.unpack_bits(nibbles, 4, num_rows), integers.unpack_awq(words[:, own]))
+    assert not integers.unpack_bits(nibbles, 4, 8 * nibbles.shape[1])[:, num_rows:].any()  # what fills the last words
 
 
 @pytest.mark.parametrize("strip", ["codes", "groups", "rows"])

@@ -18,8 +18,9 @@ import torch
 from engine.models.checkpoint.formats.module_tensors import ModuleTensors
 from engine.models.checkpoint.packed_weight import PackedWeight
 from kernels.dequant.fp4 import dequantise_fp4
-from kernels.dequant.fp8 import e4m3_to_float
-from kernels.dequant.scales import e8m0_to_float
+from kernels.dequant.fp8 import e4m3_numbers
+from kernels.dequant.scales import e8m0_numbers
+from kernels.dequant.transposed import transposed
 
 __all__ = ["Mxfp4Weight", "Nvfp4Weight", "TransposedMxfp4Weight", "fp4_weights"]
 
@@ -39,11 +40,11 @@ class Nvfp4Weight(PackedWeight):
         self, parts: Mapping[str, torch.Tensor], rows: range, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return rows of the matrix in float32."""
-        scales = e4m3_to_float(parts["scale"])
+        scales = e4m3_numbers()
         if (factor := parts.get("global scale")) is not None:
-            factor = factor.float().view(1, 1)
+            factor = factor.float().view(1)
             scales = scales / factor if self.divides else scales * factor
-        return dequantise_fp4(parts["weight"], scales, _NV_GROUP, out=out)
+        return dequantise_fp4(parts["weight"], parts["scale"], _NV_GROUP, scale_table=scales, out=out)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -56,7 +57,7 @@ class Mxfp4Weight(PackedWeight):
         self, parts: Mapping[str, torch.Tensor], rows: range, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return rows of the matrix in float32."""
-        return dequantise_fp4(parts["weight"], e8m0_to_float(parts["scale"]), _MX_GROUP, out=out)
+        return dequantise_fp4(parts["weight"], parts["scale"], _MX_GROUP, scale_table=e8m0_numbers(), out=out)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,9 +71,10 @@ class TransposedMxfp4Weight(PackedWeight):
     ) -> torch.Tensor:
         """Return rows of one matrix in float32."""
         groups = slice(rows.start // _MX_GROUP, -(-rows.stop // _MX_GROUP))
-        octets = parts["blocks"][:, groups].flatten(1)
-        values = dequantise_fp4(octets, e8m0_to_float(parts["scales"][:, groups].contiguous()), _MX_GROUP)
-        return values.t().contiguous()
+        octets, scales = parts["blocks"][:, groups].flatten(1), parts["scales"][:, groups].contiguous()
+        scratch = None if out is None else out.new_empty(len(octets), len(rows))
+        values = dequantise_fp4(octets, scales, _MX_GROUP, scale_table=e8m0_numbers(), out=scratch)
+        return transposed(values, out=out)
 
 
 def fp4_weights(module: ModuleTensors) -> Iterator[PackedWeight]:

@@ -23,9 +23,10 @@ from engine.models.checkpoint.formats.module_tensors import ModuleTensors
 from engine.models.checkpoint.packed_weight import PackedWeight
 from engine.models.config.quantization import Quantization
 from kernels.dequant.integers import (
-    dequantise_groups,
+    dequantise_awq,
     dequantise_ordered,
     dequantise_packed,
+    turn_words_to_rows,
     unpack_awq,
     unpack_bits,
     unpack_floats,
@@ -60,7 +61,7 @@ class GptqWeight(PackedWeight):
     ) -> torch.Tensor:
         """Return rows of the matrix in float32."""
         columns, bits, own = self.shape[-1], self.bits, slice(rows.start, rows.stop)
-        codes = parts["qweight"][:, own].t().contiguous()
+        codes = turn_words_to_rows(parts["qweight"], own)
         words = parts["qzeros"][:, rows.start * bits // 32 : -(-rows.stop * bits // 32)].contiguous()
         zeros = unpack_bits(words, bits, len(rows)).t()
         if self.stores_minus_one:
@@ -89,8 +90,8 @@ class AwqWeight(PackedWeight):
     ) -> torch.Tensor:
         """Return rows of the matrix in float32."""
         words = slice(rows.start // 8, -(-rows.stop // 8))
-        codes, zeros = (unpack_awq(parts[name][:, words]) for name in ("qweight", "qzeros"))
-        return dequantise_groups(codes, parts["scales"][:, rows.start : rows.stop].t(), zeros, self.group_size)
+        scales, zeros = parts["scales"][:, rows.start : rows.stop].t(), unpack_awq(parts["qzeros"][:, words])
+        return dequantise_awq(parts["qweight"], words, scales, zeros, self.group_size, out=out)
 
 
 def gptq_awq_weights(module: ModuleTensors) -> Iterator[PackedWeight]:

@@ -1,75 +1,112 @@
-/* Codes are looked up for a chunk of a row at a time, which stays in the first cache, and then scaled group by group. */
+/* Two codes a byte: the numbers of a group's 16 codes are computed once, and looked up. Codes of a byte are looked up
+ * first, and each number is computed. */
 #include "dequant/decode_groups.h"
 
-#include "runtime/vector.h"
+#include "dequant/code_tables.h"
+#include "dequant/store_rounded.h"
+#include "runtime/integers.h"
 
-enum { CHUNK = 1024 }; /* columns; even, so that each chunk begins with a byte */
-
+/* What the codes of one group are changed by. */
 typedef struct {
-    float first, second;
-} pair;
+    float scale, zero, bias;
+} group;
 
-/* What each byte with two codes stands for. */
-static void fill_pairs(pair *pairs, const float *table, int32_t is_high_first) {
-    for (int octet = 0; octet < 256; octet++) {
-        float low = table[octet & 15], high = table[octet >> 4];
-        pairs[octet] = is_high_first ? (pair){high, low} : (pair){low, high};
+/* Without zero points and biases these are 0 and -0, which change no number. */
+INLINE group group_at(const pagoda_grouped_codes *weight, int64_t index) {
+    float scale = weight->scale_table ? weight->scale_table[((const uint8_t *)weight->scales)[index]]
+                                      : ((const float *)weight->scales)[index];
+    return (group){scale, weight->zeros ? weight->zeros[index] : 0.0f, weight->biases ? weight->biases[index] : -0.0f};
+}
+
+INLINE f32x16 scaled(group own, f32x16 values, bool is_plain) {
+    return is_plain ? values * own.scale : (values - own.zero) * own.scale + own.bias;
+}
+
+/* Decodes a few codes from the one at `start` on, two of which are in a byte. */
+static void decode_few(void *output, bool is_bf16, const uint8_t *codes, int64_t start, int64_t count,
+                       const float *numbers, bool is_high_first) {
+    for (int64_t i = 0; i < count; i++) {
+        float number = numbers[nibble_at(codes, start + i, is_high_first)];
+        if (is_bf16) ((bf16 *)output)[i] = bf16_from(number);
+        else ((float *)output)[i] = number;
     }
 }
 
-/* Stores floats as bfloat16. bf16_store would not do: the processor's instruction makes zeros of subnormal numbers. */
-INLINE void store_rounded(bf16 *to, f32x16 value) {
-    u16x16 half = __builtin_convertvector(bf16_round(value), u16x16);
-    memcpy(to, &half, sizeof half);
+/* Decodes `count` codes from the one at `start` on, two of which are in a byte. */
+INLINE void decode_nibbles(void *output, bool is_bf16, const uint8_t *codes, int64_t start, int64_t count,
+                           f32x16 numbers, bool is_high_first) {
+    int64_t done = 0, vectors = 0;
+    if (is_bf16) {
+        u16x16 table = bf16_exact(numbers);
+        done = start & 1; /* until a byte begins */
+        vectors = (count - done) / LANES;
+        for (int64_t i = 0; i < vectors; i++)
+            look_up_nibbles((bf16 *)output + done + LANES * i, codes + (start + done) / 2 + LANES / 2 * i, table,
+                            is_high_first);
+    }
+    if (done + LANES * vectors == count) return;
+    float several[LANES];
+    f32x16_store(several, numbers);
+    decode_few(output, is_bf16, codes, start, min(done, count), several, is_high_first);
+    done += LANES * vectors;
+    char *rest = (char *)output + done * (is_bf16 ? sizeof(bf16) : sizeof(float));
+    decode_few(rest, is_bf16, codes, start + done, count - done, several, is_high_first);
 }
 
-/* Scales columns of one group. Without zero points and biases these are 0 and -0, which change no number. */
-INLINE void scale_group(void *output, bool is_bf16, const float *values, int64_t count, float scale, float zero,
-                        float bias) {
+/* Decodes `count` codes of a byte each. */
+INLINE void decode_octets(void *output, bool is_bf16, const uint8_t *codes, int64_t count, const bf16 *table, group own,
+                          bool is_plain) {
     int64_t i = 0;
-    for (; i + LANES <= count; i += LANES) {
-        f32x16 result = (f32x16_load(values + i) - zero) * scale + bias;
-        if (is_bf16) store_rounded((bf16 *)output + i, result);
-        else f32x16_store((float *)output + i, result);
+    for (; i + 2 * LANES <= count; i += 2 * LANES) {
+        f32x16 even, odd;
+        look_up_octets(&even, &odd, codes + i, table);
+        even = scaled(own, even, is_plain), odd = scaled(own, odd, is_plain);
+        if (is_bf16) {
+            u32x16 pairs = bf16_round(even) | bf16_round(odd) << 16;
+            memcpy((bf16 *)output + i, &pairs, sizeof pairs);
+        } else
+            for (int lane = 0; lane < 2 * LANES; lane++)
+                ((float *)output)[i + lane] = lane % 2 ? odd[lane / 2] : even[lane / 2];
     }
     for (; i < count; i++) {
-        float result = (values[i] - zero) * scale + bias;
-        if (is_bf16) ((bf16 *)output)[i] = bf16_from(result);
-        else ((float *)output)[i] = result;
+        float number = (bf16_to_float(table[codes[i]]) - own.zero) * own.scale + own.bias;
+        if (is_bf16) ((bf16 *)output)[i] = bf16_from(number);
+        else ((float *)output)[i] = number;
     }
 }
 
-/* Scales `count` columns of a row from `start` on, which begin at `output`. */
-INLINE void scale_columns(const pagoda_grouped_codes *weight, char *output, bool is_bf16, const float *values,
-                          int64_t row, int64_t start, int64_t count) {
-    const int64_t size = is_bf16 ? sizeof(bf16) : sizeof(float);
-    int64_t group = (weight->first + start) / weight->group_size;
-    int64_t left = (group + 1) * weight->group_size - (weight->first + start); /* columns of the group */
-    for (int64_t at = 0; at < count; at += left, left = weight->group_size, group++) {
-        int64_t own = left < count - at ? left : count - at, index = row * weight->num_groups + group;
-        scale_group(output + at * size, is_bf16, values + at, own, weight->scales[index],
-                    weight->zeros ? weight->zeros[index] : 0.0f, weight->biases ? weight->biases[index] : -0.0f);
+/* Decodes one row; `is_plain`: there are neither zero points nor biases. */
+INLINE void decode_row(const pagoda_grouped_codes *weight, int64_t row, bool is_bf16, bool has_nibbles, bool is_plain,
+                       const bf16 *octet_table) {
+    const uint8_t *codes = weight->codes + row * weight->code_stride;
+    const int64_t size = is_bf16 ? sizeof(bf16) : sizeof(float), columns = weight->columns;
+    char *output = (char *)weight->output + row * columns * size;
+    f32x16 table = f32x16_load(weight->table);
+    int64_t index = row * weight->num_groups;
+    for (int64_t start = 0, end = weight->group_size - weight->first; start < columns;
+         start = end, end += weight->group_size, index++) {
+        int64_t count = min(end, columns) - start;
+        group own = group_at(weight, index);
+        if (has_nibbles)
+            decode_nibbles(output + start * size, is_bf16, codes, start, count, scaled(own, table, is_plain),
+                           weight->is_high_first);
+        else decode_octets(output + start * size, is_bf16, codes + start, count, octet_table, own, is_plain);
     }
+}
+
+/* The same for all kinds of rows. Each is compiled apart, without what it does not need. */
+INLINE void decode_any_row(const pagoda_grouped_codes *weight, int64_t row, bool is_bf16, const bf16 *octet_table) {
+    bool is_plain = !weight->zeros && !weight->biases;
+    if (weight->has_nibbles && is_plain) decode_row(weight, row, is_bf16, true, true, octet_table);
+    else if (weight->has_nibbles) decode_row(weight, row, is_bf16, true, false, octet_table);
+    else if (is_plain) decode_row(weight, row, is_bf16, false, true, octet_table);
+    else decode_row(weight, row, is_bf16, false, false, octet_table);
 }
 
 void pagoda_decode_groups(const pagoda_grouped_codes *weight) {
-    pair pairs[256];
-    float values[CHUNK];
-    if (weight->has_nibbles) fill_pairs(pairs, weight->table, weight->is_high_first);
+    bf16 octet_table[256];
+    for (int code = 0; code < 256 && !weight->has_nibbles; code++) octet_table[code] = bf16_from(weight->table[code]);
     for (int64_t row = 0; row < weight->num_rows; row++)
-        for (int64_t start = 0; start < weight->columns; start += CHUNK) {
-            int64_t count = weight->columns - start < CHUNK ? weight->columns - start : CHUNK;
-            const uint8_t *codes = weight->codes + row * weight->code_stride;
-            if (weight->has_nibbles) {
-                codes += start / 2;
-                for (int64_t i = 0; i < (count + 1) / 2; i++) memcpy(values + 2 * i, pairs + codes[i], sizeof *pairs);
-            } else {
-                codes += start;
-                for (int64_t i = 0; i < count; i++) values[i] = weight->table[codes[i]];
-            }
-            int64_t element = row * weight->columns + start;
-            if (weight->is_bf16)
-                scale_columns(weight, (char *)weight->output + element * 2, true, values, row, start, count);
-            else scale_columns(weight, (char *)weight->output + element * 4, false, values, row, start, count);
-        }
+        if (weight->is_bf16) decode_any_row(weight, row, true, octet_table);
+        else decode_any_row(weight, row, false, octet_table);
 }

@@ -6,12 +6,13 @@
 
 /* Rows of codes, and where their numbers go: (table[code] - zero) * scale + bias, rounded to float32 each time. */
 typedef struct {
-    void *output;         /* [num_rows, columns], float32 or bfloat16 */
-    const uint8_t *codes; /* rows of bytes; each holds one code or two */
-    const float *table;   /* [256], or [16] if a byte holds two codes */
-    const float *scales;  /* [num_rows, num_groups] */
-    const float *zeros;   /* of the scales' shape, or NULL */
-    const float *biases;  /* of the scales' shape, or NULL */
+    void *output;             /* [num_rows, columns], float32 or bfloat16 */
+    const uint8_t *codes;     /* rows of bytes; each holds one code or two */
+    const float *table;       /* [256], numbers that bfloat16 has; or [16], any numbers, if a byte holds two codes */
+    const void *scales;       /* [num_rows, num_groups], float32; or bytes */
+    const float *scale_table; /* [256]: the scales that bytes stand for, or NULL */
+    const float *zeros;       /* [num_rows, num_groups], or NULL */
+    const float *biases;      /* of the zeros' shape, or NULL */
     int64_t num_rows, columns, num_groups;
     int64_t group_size;  /* neighbouring columns with one scale */
     int64_t first;       /* columns of the first group that come before the row */

@@ -32,13 +32,13 @@ def before(
     return lambda *arguments, **options: function(*change(*arguments), **options)
 
 
-FP8, GROUPS, PACKED = fp8.dequantise_fp8, integers.dequantise_groups, integers.dequantise_packed
+FP8, AWQ, PACKED = fp8.dequantise_fp8, integers.dequantise_awq, integers.dequantise_packed
 TRANSPOSED = before(FP8, lambda codes, scales, block, row: (codes, scales.t().contiguous(), block, row))
 NEIGHBOURS = before(FP8, lambda codes, scales, block, row: (codes, scales.roll(1, 1), block, row))
 ONE_MORE = before(
     PACKED, lambda words, bits, columns, scales, zeros, size: (words, bits, columns, scales, zeros.float() + 1, size)
 )
-ONE_LESS = before(GROUPS, lambda codes, scales, zeros, size: (codes, scales, zeros.float() - 1, size))
+ONE_LESS = before(AWQ, lambda words, columns, scales, zeros, size: (words, columns, scales, zeros.float() - 1, size))
 NEXT_SCALE = before(
     PACKED, lambda words, bits, columns, scales, *others: (words, bits, columns, scales.roll(1, 1), *others)
 )
@@ -52,7 +52,7 @@ ERRORS: dict[str, tuple[Save, str, Any, str, object]] = {
     "a neighbour's block": (of_fp8.save, "block", fp8, "dequantise_fp8", NEIGHBOURS),
     "swapped nibbles of FP4": (of_fp4.save, "mxfp4", kernels_fp4, "_e2m1_pairs", lambda: SWAPPED),
     "a zero point too high": (of_integers.save, "int8 by channel", compressed_integers, "dequantise_packed", ONE_MORE),
-    "a zero point too low": (of_gptq_awq.save, "awq", gptq_awq, "dequantise_groups", ONE_LESS),
+    "a zero point too low": (of_gptq_awq.save, "awq", gptq_awq, "dequantise_awq", ONE_LESS),
     "a neighbour's group": (of_gptq_awq.save, "gptq", gptq_awq, "dequantise_packed", NEXT_SCALE),
     "desc_act ignored": (of_gptq_awq.save, "gptq desc_act", gptq_awq, "dequantise_ordered", IN_ORDER),
     "AWQ's columns in order": (of_gptq_awq.save, "awq", integers, "_AWQ_ORDER", tuple(range(8))),

@@ -1,0 +1,228 @@
+/* A block is unpacked to codes of a byte, which stay in registers' reach, and then scaled group by group. The layouts and
+ * the order of operations are ggml's: kernels/dequant/gguf.py describes them. */
+#include "dequant/decode_gguf.h"
+
+#include "dequant/store_rounded.h"
+
+enum { BLOCK = 256 }; /* most elements of a block */
+
+/* code * scale + bias, with a scale and a bias for each group of codes. */
+typedef struct {
+    int8_t codes[BLOCK];
+    float scales[16], biases[16];
+} unpacked;
+
+typedef void unpacker(unpacked *to, const uint8_t *block);
+
+static const int8_t IQ4[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+static const int8_t E2M1_DOUBLED[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
+/* The float16 at an address. */
+INLINE float half_at(const uint8_t *from) {
+    uint32_t half = from[0] | (uint32_t)from[1] << 8, magnitude = half & 0x7fff;
+    float subnormal = (float)magnitude * 0x1p-24f, value;
+    uint32_t bits = (magnitude << 13) + ((magnitude < 0x7c00 ? 112u : 224u) << 23); /* 224: infinity or NaN */
+    if (magnitude < 0x400) memcpy(&bits, &subnormal, sizeof bits);
+    bits |= (half & 0x8000) << 16;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* The low nibbles of `count` bytes, then the high ones. */
+INLINE void nibbles(int8_t *to, const uint8_t *from, int count, int offset) {
+    for (int i = 0; i < count; i++) to[i] = (int8_t)((from[i] & 15) - offset);
+    for (int i = 0; i < count; i++) to[count + i] = (int8_t)((from[i] >> 4) - offset);
+}
+
+/* The lowest two bits of 32 bytes, then the next ones, and so on. */
+INLINE void quarters(int8_t *to, const uint8_t *from) {
+    for (int part = 0; part < 4; part++)
+        for (int i = 0; i < 32; i++) to[32 * part + i] = from[i] >> 2 * part & 3;
+}
+
+/* Levels for codes of four bits; `count` is a multiple of 16. */
+INLINE void look_up(int8_t *codes, int count, const int8_t *levels) {
+#if defined(__SSSE3__)
+    __m128i table = _mm_loadu_si128((const void *)levels);
+    for (int i = 0; i < count; i += 16) {
+        __m128i *part = (void *)(codes + i);
+        _mm_storeu_si128(part, _mm_shuffle_epi8(table, _mm_loadu_si128(part)));
+    }
+#else
+    for (int i = 0; i < count; i++) codes[i] = levels[codes[i]];
+#endif
+}
+
+/* Adds the bits of four bytes, one to each of 32 codes, as their fifth. */
+INLINE void add_fifth(int8_t *codes, const uint8_t *from, int offset) {
+    static const uint8_t BITS[8] = {1, 2, 4, 8, 16, 32, 64, 128};
+    uint8_t spread[32], masks[32]; /* a byte for each code */
+    for (int i = 0; i < 4; i++) {
+        memset(spread + 8 * i, from[i], 8);
+        memcpy(masks + 8 * i, BITS, 8);
+    }
+    for (int i = 0; i < 32; i++) codes[i] = (int8_t)((codes[i] | (spread[i] & masks[i] ? 16 : 0)) - offset);
+}
+
+/* 16 codes as floats. */
+INLINE f32x16 signed_octets(const int8_t *from) {
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)from)));
+#else
+    float values[LANES];
+    for (int i = 0; i < LANES; i++) values[i] = from[i];
+    return f32x16_load(values);
+#endif
+}
+
+/* --- 32 elements a block ------------------------------------------------------------------------------------------- */
+
+static void q4_0(unpacked *to, const uint8_t *block) {
+    nibbles(to->codes, block + 2, 16, 8);
+    to->scales[0] = half_at(block);
+}
+
+static void q4_1(unpacked *to, const uint8_t *block) {
+    nibbles(to->codes, block + 4, 16, 0);
+    to->scales[0] = half_at(block), to->biases[0] = half_at(block + 2);
+}
+
+static void q5_0(unpacked *to, const uint8_t *block) {
+    nibbles(to->codes, block + 6, 16, 0);
+    add_fifth(to->codes, block + 2, 16);
+    to->scales[0] = half_at(block);
+}
+
+static void q5_1(unpacked *to, const uint8_t *block) {
+    nibbles(to->codes, block + 8, 16, 0);
+    add_fifth(to->codes, block + 4, 0);
+    to->scales[0] = half_at(block), to->biases[0] = half_at(block + 2);
+}
+
+static void q8_0(unpacked *to, const uint8_t *block) {
+    memcpy(to->codes, block + 2, 32);
+    to->scales[0] = half_at(block);
+}
+
+static void iq4_nl(unpacked *to, const uint8_t *block) {
+    nibbles(to->codes, block + 2, 16, 0);
+    look_up(to->codes, 32, IQ4);
+    to->scales[0] = half_at(block);
+}
+
+static void mxfp4(unpacked *to, const uint8_t *block) {
+    nibbles(to->codes, block + 1, 16, 0);
+    look_up(to->codes, 32, E2M1_DOUBLED);
+    uint32_t exponent = block[0], bits = exponent < 2 ? (exponent + 1) << 21 : (exponent - 1) << 23;
+    memcpy(to->scales, &bits, sizeof bits);
+}
+
+/* --- 256 elements a block ------------------------------------------------------------------------------------------ */
+
+static void q2_k(unpacked *to, const uint8_t *block) {
+    float scale = half_at(block + 80), of_minima = half_at(block + 82);
+    for (int part = 0; part < 2; part++) quarters(to->codes + 128 * part, block + 16 + 32 * part);
+    for (int i = 0; i < 16; i++) {
+        to->scales[i] = scale * (float)(block[i] & 15);
+        to->biases[i] = -(of_minima * (float)(block[i] >> 4));
+    }
+}
+
+static void q3_k(unpacked *to, const uint8_t *block) {
+    float scale = half_at(block + 108);
+    for (int part = 0; part < 2; part++) quarters(to->codes + 128 * part, block + 32 + 32 * part);
+    for (int part = 0; part < 8; part++)
+        for (int i = 0; i < 32; i++) {
+            int8_t *code = to->codes + 32 * part + i;
+            *code = (int8_t)((*code | (block[i] >> part & 1) << 2) - 4);
+        }
+    for (int i = 0; i < 16; i++) {
+        int low = block[96 + i % 8] >> (i < 8 ? 0 : 4) & 15, high = block[104 + i % 4] >> 2 * (i / 4) & 3;
+        to->scales[i] = scale * (float)((low | high << 4) - 32);
+    }
+}
+
+/* The scales and minima of Q4_K's and Q5_K's 8 groups, six bits each. */
+INLINE void scales_and_minima(unpacked *to, const uint8_t *block) {
+    const uint8_t *first = block + 4, *second = block + 8, *third = block + 12;
+    float scale = half_at(block), of_minima = half_at(block + 2);
+    for (int i = 0; i < 4; i++) {
+        to->scales[i] = scale * (float)(first[i] & 63);
+        to->biases[i] = -(of_minima * (float)(second[i] & 63));
+        to->scales[4 + i] = scale * (float)((third[i] & 15) | (first[i] >> 2 & 48));
+        to->biases[4 + i] = -(of_minima * (float)((third[i] >> 4) | (second[i] >> 2 & 48)));
+    }
+}
+
+static void q4_k(unpacked *to, const uint8_t *block) {
+    scales_and_minima(to, block);
+    for (int part = 0; part < 4; part++) nibbles(to->codes + 64 * part, block + 16 + 32 * part, 32, 0);
+}
+
+static void q5_k(unpacked *to, const uint8_t *block) {
+    scales_and_minima(to, block);
+    for (int part = 0; part < 4; part++) nibbles(to->codes + 64 * part, block + 48 + 32 * part, 32, 0);
+    for (int part = 0; part < 8; part++)
+        for (int i = 0; i < 32; i++) to->codes[32 * part + i] |= (int8_t)((block[16 + i] >> part & 1) << 4);
+}
+
+static void q6_k(unpacked *to, const uint8_t *block) {
+    float scale = half_at(block + 208);
+    for (int part = 0; part < 2; part++) {
+        int8_t high[128], *codes = to->codes + 128 * part;
+        nibbles(codes, block + 64 * part, 64, 0);
+        quarters(high, block + 128 + 32 * part);
+        for (int i = 0; i < 128; i++) codes[i] = (int8_t)((codes[i] | high[i] << 4) - 32);
+    }
+    for (int i = 0; i < 16; i++) to->scales[i] = scale * (float)(int8_t)block[192 + i];
+}
+
+static void iq4_xs(unpacked *to, const uint8_t *block) {
+    float scale = half_at(block);
+    for (int i = 0; i < 8; i++) {
+        nibbles(to->codes + 32 * i, block + 8 + 16 * i, 16, 0);
+        int low = block[4 + i / 2] >> 4 * (i % 2) & 15, high = block[2 + i / 4] >> 2 * (i % 4) & 3;
+        to->scales[i] = scale * (float)((low | high << 4) - 32);
+    }
+    look_up(to->codes, BLOCK, IQ4);
+}
+
+/* Decodes blocks of one type. Without biases these are -0, which changes no number. */
+INLINE void decode(void *output, const uint8_t *blocks, int64_t num_blocks, bool is_bf16, unpacker *unpack,
+                   int block_bytes, int elements, int group) {
+    unpacked block;
+    for (int i = 0; i < 16; i++) block.biases[i] = -0.0f;
+    for (int64_t index = 0; index < num_blocks; index++) {
+        unpack(&block, blocks + index * block_bytes);
+        for (int i = 0; i < elements; i += LANES) {
+            f32x16 values = signed_octets(block.codes + i);
+            store_exact(output, is_bf16, index * elements + i, values * block.scales[i / group] + block.biases[i / group]);
+        }
+    }
+}
+
+/* The cases of the types: ggml's number, its decoder, and the block's bytes, elements, and elements with one scale. */
+#define CASE(type, unpack, block_bytes, elements, group)                                                               \
+    case type:                                                                                                         \
+        if (is_bf16) decode(output, blocks, num_blocks, true, unpack, block_bytes, elements, group);                   \
+        else decode(output, blocks, num_blocks, false, unpack, block_bytes, elements, group);                          \
+        return 1
+
+int32_t pagoda_decode_gguf(void *output, const uint8_t *blocks, int64_t num_blocks, int32_t type, int32_t is_bf16) {
+    switch (type) {
+        CASE(2, q4_0, 18, 32, 32);
+        CASE(3, q4_1, 20, 32, 32);
+        CASE(6, q5_0, 22, 32, 32);
+        CASE(7, q5_1, 24, 32, 32);
+        CASE(8, q8_0, 34, 32, 32);
+        CASE(10, q2_k, 84, 256, 16);
+        CASE(11, q3_k, 110, 256, 16);
+        CASE(12, q4_k, 144, 256, 32);
+        CASE(13, q5_k, 176, 256, 32);
+        CASE(14, q6_k, 210, 256, 16);
+        CASE(20, iq4_nl, 18, 32, 32);
+        CASE(23, iq4_xs, 136, 256, 32);
+        CASE(39, mxfp4, 17, 32, 32);
+        default: return 0;
+    }
+}
