@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from kernels.recurrent.base import RecurrentOps
@@ -9,14 +11,36 @@ from kernels.recurrent.reference import ReferenceOps
 
 __all__ = ["select_recurrent_ops"]
 
+logger = logging.getLogger(__name__)
+
 
 def select_recurrent_ops(device: torch.device) -> RecurrentOps:
-    """Return COps for a CPU where the C kernels can be compiled, else ReferenceOps, which runs on any device."""
-    if device.type == "cpu":
-        from kernels.cpu.library import library
+    """Return the fastest implementation that runs here, else ReferenceOps, which runs on any device.
 
-        if library() is not None:
-            from kernels.recurrent.c_ops import COps
-
-            return COps()
+    That is COps for a CPU where the C kernels can be compiled, and TritonOps for a GPU where Triton can be imported.
+    """
+    match device.type:
+        case "cpu":
+            return _ops_of_cpu()
+        case "cuda":
+            return _ops_of_gpu()
     return ReferenceOps()
+
+
+def _ops_of_cpu() -> RecurrentOps:
+    from kernels.cpu.library import library
+
+    if library() is None:
+        return ReferenceOps()
+    from kernels.recurrent.c_ops import COps
+
+    return COps()
+
+
+def _ops_of_gpu() -> RecurrentOps:
+    try:
+        from kernels.recurrent.triton.ops import TritonOps
+    except ImportError as error:
+        logger.warning("Recurrent layers run token by token, which is slow: Triton cannot be imported (%s)", error)
+        return ReferenceOps()
+    return TritonOps()

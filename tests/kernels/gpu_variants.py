@@ -20,6 +20,7 @@ from kernels.attention.triton.backend import TritonBackend
 from kernels.cache.triton.store_kvcache import store_kvcache_triton
 from kernels.linear.triton import linear_triton
 from tests.kernels.layer_ops_launches import MODELS, run_layer_ops
+from tests.kernels.recurrent_launches import RECURRENT_MODELS, run_recurrent
 
 __all__ = ["VARIANTS", "covering", "each_value", "every", "run_attention"]
 
@@ -72,6 +73,10 @@ def _run_layers(*, dtype: torch.dtype, model: str) -> None:
     run_layer_ops(replace(MODELS[model], dtype=dtype))
 
 
+def _run_recurrent(*, dtype: torch.dtype, model: str) -> None:
+    run_recurrent(RECURRENT_MODELS[model], dtype)
+
+
 VARIANTS = {
     "attention": _Kernels(
         run_attention,
@@ -85,6 +90,7 @@ VARIANTS = {
         },
     ),
     "layers": _Kernels(_run_layers, {"model": tuple(MODELS), "dtype": DTYPES}),
+    "recurrent": _Kernels(_run_recurrent, {"model": tuple(RECURRENT_MODELS), "dtype": DTYPES}),
     "linear": _Kernels(
         _run_linear,
         {"dtype": DTYPES, "num_inputs": (128, 100), "num_outputs": (128, 33), "has_bias": (False, True)},

@@ -22,6 +22,9 @@ from kernels.experts.triton import experts as experts_triton
 from kernels.experts.triton import routing as experts_routing_triton
 from kernels.layer_ops.triton import kernels as layer_kernels
 from kernels.linear import triton as linear_triton
+from kernels.recurrent.triton import conv as conv_kernels
+from kernels.recurrent.triton import delta_rule as delta_rule_kernels
+from kernels.recurrent.triton import scan as scan_kernels
 from kernels.sampling.triton import filters as filter_kernels
 from kernels.sampling.triton import kernels as sampling_kernels
 from kernels.sampling.triton import truncation as truncation_kernels
@@ -31,6 +34,7 @@ __all__ = ["KERNELS", "LaunchLog"]
 _MODULES: tuple[ModuleType, ...] = (
     *(prefill, decode, store_kvcache_triton, pending_tokens_triton),
     *(experts_routing_triton, experts_triton, linear_triton),
+    *(conv_kernels, delta_rule_kernels, scan_kernels),
     *(layer_kernels, filter_kernels, sampling_kernels, truncation_kernels),
 )
 KERNELS: tuple[Any, ...] = tuple(

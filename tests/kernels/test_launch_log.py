@@ -17,6 +17,7 @@ from kernels.sampling.triton.ops import TritonSampling
 from tests.kernels.attention.paged_batches import PADDING, Batch, Shape, make_batch
 from tests.kernels.launch_log import KERNELS, LaunchLog
 from tests.kernels.layer_ops_launches import MODELS, run_layer_ops
+from tests.kernels.recurrent_launches import RECURRENT_MODELS, run_recurrent
 
 SHAPE = Shape(num_heads=8, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16)
 
@@ -72,10 +73,19 @@ def test_the_log_notices_what_compiles(log: LaunchLog, shape: Shape, sliding_win
     assert len(log.variants) > warmed
 
 
+@pytest.mark.parametrize("model", RECURRENT_MODELS)
+def test_recurrent_layers_of_any_step_launch_what_the_first_ones_did(log: LaunchLog, model: str) -> None:
+    run_recurrent(RECURRENT_MODELS[model], torch.bfloat16)
+    warmed = list(log.variants)
+    run_recurrent(RECURRENT_MODELS[model], torch.bfloat16, [(1, 1, 5), (1,) * 16, (2048, 17)], num_saves=3)
+    assert list(log.variants) == warmed
+
+
 def test_every_launch_says_whether_products_and_sums_are_fused(log: LaunchLog) -> None:
     """Triton's default changes in 3.10, and results would change with it."""
     run([(1, 5000), (2, 9)])
     run_layer_ops(MODELS["Qwen3-0.6B"])
+    run_recurrent((*RECURRENT_MODELS["Qwen3.5-0.8B"], *RECURRENT_MODELS["Nemotron-3-Nano"]), torch.bfloat16)
     linear_triton(torch.zeros(2, 16), torch.zeros(4, 16), None)
     TritonSampling().warm_up(torch.zeros(2, 300))
     take_pending_tokens_triton(torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))

@@ -83,6 +83,17 @@ def test_every_kernel_of_a_decoder_layer_compiles_for_gpus(tmp_path: Path, capab
         assert compiled["rotate_and_store_kernel"] >= 11
 
 
+def test_every_kernel_of_a_recurrent_layer_compiles_for_gpus(tmp_path: Path, capabilities: list[int]) -> None:
+    part = ["few"] if len(capabilities) == 1 else []
+    for compiled in _compile(tmp_path, capabilities, "variants", *part, "recurrent"):
+        assert set(compiled) == {
+            "conv_sequence_kernel",
+            "conv_other_tokens_kernel",
+            "delta_rule_kernel",
+            "scan_kernel",
+        }
+
+
 @pytest.mark.exhaustive("a minute of compilation; CI compiles the attention of a warm-up, without and with a window")
 def test_attention_of_every_shape_and_option_compiles_for_gpus(tmp_path: Path, capabilities: list[int]) -> None:
     """As gpu_variants.py combines them: about a minute of a core for what would take an hour."""

@@ -55,9 +55,3 @@ def test_threads_change_no_bit(operation: Operation) -> None:
         set_num_threads(torch.get_num_threads())
     assert torch.equal(outputs, outputs_of_three)
     assert torch.equal(states, states_of_three)
-
-
-def test_a_cpu_has_the_c_kernels_where_they_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(select_recurrent_ops(torch.device("cpu")), ReferenceOps) == (library() is None)
-    monkeypatch.setattr("kernels.cpu.library.library", lambda: None)
-    assert isinstance(select_recurrent_ops(torch.device("cpu")), ReferenceOps)

@@ -1,0 +1,93 @@
+"""The gated delta rule as a Triton kernel: one program for a sequence, a head and some columns of its state.
+
+The program keeps its part of the state in registers from the sequence's first token of the step to its last. A column's
+arithmetic does not depend on the others, and all programs have the same shape, so a token's bits depend neither on the
+batch nor on the tokens that are computed with it.
+"""
+
+# ruff: noqa: N803 - Triton's users write compile-time constants in capitals
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.recurrent.triton.saves import first_save, save_token
+
+__all__ = ["delta_rule_kernel"]
+
+
+@triton.jit
+def _normalized(vector, eps):
+    return vector * (1.0 / tl.sqrt_rn(tl.sum(vector * vector, axis=0) + eps))
+
+
+# Steps differ in their saves and in the alignment of their batch, and a step must not wait for a compilation.
+@triton.jit(
+    do_not_specialize=["num_saves"],
+    do_not_specialize_on_alignment=["cu_seqlens", "slots", "starts", "save_tokens", "save_slots"],
+)
+def delta_rule_kernel(
+    output,  # [num_tokens, NUM_HEADS, VALUE_DIM]
+    query,  # [num_tokens, NUM_HEADS / HEADS_PER_KEY, KEY_DIM], a token's heads are contiguous
+    key,
+    value,  # [num_tokens, NUM_HEADS, VALUE_DIM], likewise
+    decay,  # [num_tokens, NUM_HEADS]
+    beta,
+    state,  # [num_slots, NUM_HEADS, KEY_DIM, VALUE_DIM]
+    cu_seqlens,
+    slots,
+    starts,
+    save_tokens,
+    save_slots,
+    num_saves,
+    query_stride,  # from one token to the next
+    key_stride,
+    value_stride,
+    eps,
+    query_scale,
+    NUM_HEADS: tl.constexpr,
+    HEADS_PER_KEY: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_KEY: tl.constexpr,  # a power of two, at least KEY_DIM
+    BLOCK_VALUE: tl.constexpr,  # columns of a program
+):
+    """Compute a sequence's tokens with some columns of one head; the grid is [column blocks, heads, sequences]."""
+    head, sequence = tl.program_id(1), tl.program_id(2)
+    slot = tl.load(slots + sequence).to(tl.int64)
+    first, end = tl.load(cu_seqlens + sequence), tl.load(cu_seqlens + sequence + 1)
+    if slot >= 0 and first < end:
+        row = tl.arange(0, BLOCK_KEY)
+        column = tl.program_id(0) * BLOCK_VALUE + tl.arange(0, BLOCK_VALUE)
+        row_mask, column_mask = row < KEY_DIM, column < VALUE_DIM
+        mask = row_mask[:, None] & column_mask[None, :]
+        element = (head * KEY_DIM + row[:, None]) * VALUE_DIM + column[None, :]
+        slot_size = NUM_HEADS * KEY_DIM * VALUE_DIM
+        past = tl.zeros([BLOCK_KEY, BLOCK_VALUE], tl.float32)
+        if tl.load(starts + sequence) == 0:
+            past = tl.load(state + slot * slot_size + element, mask=mask, other=0.0)
+        save = first_save(save_tokens, num_saves, first)
+        next_save = save_token(save_tokens, num_saves, save)
+        for token in range(first, end):
+            at = tl.cast(token, tl.int64)
+            key_at = head // HEADS_PER_KEY * KEY_DIM + row
+            q = tl.load(query + at * query_stride + key_at, mask=row_mask, other=0.0).to(tl.float32)
+            k = tl.load(key + at * key_stride + key_at, mask=row_mask, other=0.0).to(tl.float32)
+            value_at = head * VALUE_DIM + column
+            v = tl.load(value + at * value_stride + value_at, mask=column_mask, other=0.0).to(tl.float32)
+            q, k = _normalized(q, eps) * query_scale, _normalized(k, eps)
+            past = past * tl.exp(tl.load(decay + at * NUM_HEADS + head))
+            recalled = tl.sum(k[:, None] * past, axis=0)
+            change = (v - recalled) * tl.load(beta + at * NUM_HEADS + head)
+            past = past + k[:, None] * change[None, :]
+            read = tl.sum(q[:, None] * past, axis=0)
+            to = output + at * (NUM_HEADS * VALUE_DIM) + value_at
+            tl.store(to, read.to(output.dtype.element_ty), mask=column_mask)
+            if token == next_save:
+                save_slot = tl.load(save_slots + save).to(tl.int64)
+                if save_slot >= 0:
+                    tl.store(state + save_slot * slot_size + element, past, mask=mask)
+                save += 1
+                next_save = save_token(save_tokens, num_saves, save)
+        tl.store(state + slot * slot_size + element, past, mask=mask)
