@@ -159,7 +159,6 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
         "FuyuForCausalLM",
         "GitForCausalLM",
         "IdeficsForVisionText2Text",
-        "Lfm2VlForConditionalGeneration",
         "MiniCPMOcrForConditionalGeneration",
         "MiniCPMV4_6ForConditionalGeneration",
         "MiniCPMV4_7ForConditionalGeneration",

@@ -34,6 +34,7 @@ MULTIMODAL: dict[str, tuple[str, ...]] = {
     "Idefics3ForConditionalGeneration": ("llama",),
     "InternVLForConditionalGeneration": (_QWEN2, _QWEN3, "qwen3_moe"),
     "LightOnOcrForConditionalGeneration": (_QWEN3,),
+    "Lfm2VlForConditionalGeneration": ("lfm2",),
     "LlavaForConditionalGeneration": ("llama", "mistral", _QWEN2),
     "LlavaNextForConditionalGeneration": ("llama", "mistral", _QWEN2),
     "LlavaNextVideoForConditionalGeneration": ("llama",),
@@ -45,6 +46,8 @@ MULTIMODAL: dict[str, tuple[str, ...]] = {
     "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl_text",),
     "Qwen3VLForConditionalGeneration": ("qwen3_vl_text",),
     "Qwen3VLMoeForConditionalGeneration": ("qwen3_vl_moe_text",),
+    "Qwen3_5ForConditionalGeneration": ("qwen3_5_text",),
+    "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe_text",),
     "SmolVLMForConditionalGeneration": ("llama",),
     "VideoLlama3ForConditionalGeneration": (_QWEN2,),
     "VipLlavaForConditionalGeneration": ("llama",),
@@ -59,6 +62,7 @@ TEXT_ARCHITECTURES = {
     "gemma3_text": "Gemma3ForCausalLM",
     "glm4v_moe_text": "Glm4MoeForCausalLM",
     "glm4v_text": "Glm4ForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
     "llama": "LlamaForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -70,6 +74,8 @@ TEXT_ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
     "qwen3_vl_text": "Qwen3ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
 }
 
 # Model types that transformers has for text parts only, and those of the models that compute the same.

@@ -39,6 +39,14 @@ TEXT_CHECKPOINTS = {
     "ApertusForCausalLM": "Apertus-8B-Instruct-2509, Apertus-70B-Instruct-2509",
     "Dots1ForCausalLM": "dots.llm1.inst",
     "ArceeForCausalLM": "AFM-4.5B",
+    "Qwen3NextForCausalLM": "Qwen3-Next-80B-A3B-Instruct, Qwen3-Next-80B-A3B-Thinking, Qwen3-Coder-Next",
+    "NemotronHForCausalLM": "NVIDIA-Nemotron-3-Nano-30B-A3B, NVIDIA-Nemotron-3-Super-120B-A12B, Nemotron-H-56B",
+    "GraniteMoeHybridForCausalLM": "granite-4.0-h-small, granite-4.0-h-tiny, granite-4.0-h-micro, granite-4.0-micro",
+    "Lfm2ForCausalLM": "LFM2-350M, LFM2-1.2B, LFM2-2.6B, LFM2.5-1.2B-Instruct",
+    "Lfm2MoeForCausalLM": "LFM2-8B-A1B",
+    "FalconH1ForCausalLM": "Falcon-H1-0.5B-Instruct, Falcon-H1-7B-Instruct, Falcon-H1-34B-Instruct",
+    "BambaForCausalLM": "Bamba-9B-v2",
+    "Mamba2ForCausalLM": "mamba2-2.7b-hf, Mamba-Codestral-7B-v0.1",
 }
 
 
@@ -55,7 +63,7 @@ def by_name() -> str:
 
 
 def _served(names: str, architecture: str, *, is_part: bool = False) -> str:
-    assert architecture in PROVEN, architecture
+    assert architecture in PROVEN | ARCHITECTURES.keys(), architecture
     is_own = architecture in ARCHITECTURES
     by = "our own decoder" if is_own else "transformers' modules"
     what = f"its text part as `{architecture}`" if is_part else f"`{architecture}`"

@@ -64,8 +64,9 @@ to are computed, in C on a CPU and in Triton on a GPU; int8 experts need the C k
 
 Of models with recurrent layers the logits of every token are compared with those of transformers, within 1e-5 of the
 largest, in packed steps of chunks and decodes, and tokens and beams with those of `generate`, with preempted requests
-and prompts that resume at snapshots (`tests/engine/models/decoder/recurrent/`). Their states are float32. Layers that
-predict further tokens (`mtp.*`) are not loaded.
+and prompts that resume at snapshots (`tests/engine/models/decoder/recurrent/`). Their states are float32. Ranks share
+a model whose heads of every kind and groups of heads they divide. Layers that predict further tokens (`mtp.*`) are not
+loaded.
 
 | architecture | tiny models compared | attention and feed-forward | ranks compared |
 | --- | --- | --- | --- |
@@ -242,7 +243,7 @@ def _own_row(architecture: str, names: list[str]) -> str:
     }
     ranks = "2 and 4" if names[0] in SHARED_BY_RANKS else "by transformers' modules"
     if family.recurrent is not None:
-        ranks = "-"
+        ranks = "2"
     return f"| `{architecture}` | {', '.join(names)} | {_listed(features)} | {ranks} |"
 
 

@@ -53,7 +53,6 @@ PUBLISHED: dict[str, tuple[str, str, dict[str, Any], str]] = {
         part("DeepseekV3ForCausalLM", MLA),
     ),
     "Kimi-K3": ("KimiK3ForConditionalGeneration", "kimi_k3", OWN_CODE, part("KimiLinearForCausalLM", RECURRENT)),
-    "LFM2-VL-1.6B": ("Lfm2VlForConditionalGeneration", "lfm2_vl", {}, NOT_COMPARED),
     "Llama-3_3-Nemotron-Super-49B": ("DeciLMForCausalLM", "nemotron-nas", OWN_CODE, NO_CLASS),
     "Llama-4-Scout-17B-16E": (
         "Llama4ForConditionalGeneration",

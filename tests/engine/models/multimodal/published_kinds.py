@@ -6,9 +6,11 @@ from tests.engine.models.adapter.tiny_models import WINDOW
 from tests.engine.models.multimodal.tiny_multimodal import (
     CLIP,
     EXPERTS,
+    GATED_DELTA,
     IMAGE_TOKENS,
     MISTRAL,
     PIXTRAL,
+    PLAIN_VISION,
     QWEN_VISION,
     SIGLIP,
     TEXT,
@@ -104,6 +106,41 @@ PUBLISHED_KINDS: dict[str, TinyMultimodal] = {
         | {"tie_word_embeddings": False, **IMAGE_TOKENS},
         ("model.language_model.layers.0.mlp.experts.gate_up_proj", "lm_head.weight", "model.visual.pos_embed.weight"),
         experts_are_turned=True,
+    ),
+    "qwen3.5": TinyMultimodal(
+        "Qwen3.5-27B, Qwen3.6-27B",
+        "Qwen3_5ForConditionalGeneration",
+        "qwen3_5",
+        TEXT | GATED_DELTA | {"model_type": "qwen3_5_text"},
+        {"vision_config": QWEN_VISION | {"model_type": "qwen3_5"}, "tie_word_embeddings": False, **IMAGE_TOKENS},
+        ("model.language_model.layers.0.linear_attn.in_proj_qkv.weight", "lm_head.weight"),
+    ),
+    "qwen3.5-moe": TinyMultimodal(
+        "Qwen3.5-35B-A3B, Qwen3.5-122B-A10B, Qwen3.5-397B-A17B, Qwen3.6-35B-A3B",
+        "Qwen3_5MoeForConditionalGeneration",
+        "qwen3_5_moe",
+        TEXT
+        | EXPERTS
+        | GATED_DELTA
+        | {"model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 24, "eos_token_id": 2},
+        {"vision_config": QWEN_VISION | {"model_type": "qwen3_5_moe"}, "tie_word_embeddings": False, **IMAGE_TOKENS},
+        ("model.language_model.layers.0.mlp.shared_expert_gate.weight", "lm_head.weight"),
+    ),
+    "lfm2-vl": TinyMultimodal(
+        "LFM2-VL-450M, LFM2-VL-1.6B, LFM2.5-VL-1.6B",
+        "Lfm2VlForConditionalGeneration",
+        "lfm2_vl",
+        TEXT
+        | {"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "block_multiple_of": 8}
+        | {"tie_word_embeddings": True},
+        {
+            "vision_config": PLAIN_VISION
+            | {"model_type": "siglip2_vision_model", "num_patches": 4, "patch_size": 2, "vision_use_head": False},
+            "projector_hidden_size": 16,
+            "image_token_id": 119,
+            "tie_word_embeddings": True,
+        },
+        ("model.language_model.layers.0.conv.conv.weight",),
     ),
     "llava": TinyMultimodal(
         "llava-1.5-7b-hf, llava-1.5-13b-hf",

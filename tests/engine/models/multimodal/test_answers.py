@@ -12,7 +12,7 @@ import pytest
 from engine.models.config.model_config import load_hf_config
 from engine.models.config.text_parts import MULTIMODAL, TEXT_ARCHITECTURES
 from engine.sampling_params import SamplingParams
-from tests.engine.models.adapter.greedy_answers import MAX_TOKENS, SETTINGS, check, make_prompts, oracle
+from tests.engine.models.adapter.greedy_answers import MAX_TOKENS, POOL_TOKENS, SETTINGS, check, make_prompts, oracle
 from tests.engine.models.multimodal.conftest import Published
 from tests.engine.models.multimodal.tiny_checkpoints import CASES, FEW, TINY, save
 from tests.engine.oracle import answers, make_llm, oracle_beams, run
@@ -39,8 +39,10 @@ def test_every_text_part_that_is_served_is_compared() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_greedy_tokens_equal_those_of_the_multimodal_class(published: Published, expected: Expected, name: str) -> None:
     assert len({tuple(answer) for (answer,) in expected(name)}) > 1, "the oracle's answers are too much alike"
-    for model_impl in ("auto", "transformers"):
-        activity = check(str(published(name).path), SETTING, expected(name), model_impl=model_impl)
+    pool_tokens = 44 if TINY[name].has_states else POOL_TOKENS  # so that requests are preempted
+    for model_impl in TINY[name].implementations:
+        path = str(published(name).path)
+        activity = check(path, SETTING, expected(name), model_impl=model_impl, pool_tokens=pool_tokens)
         assert activity.num_recomputed
 
 
@@ -55,7 +57,7 @@ def test_greedy_tokens_in_every_setting(published: Published, expected: Expected
 @pytest.mark.parametrize("name", TINY)
 def test_names_of_transformers_own_modules_are_read(expected: Expected, name: str, tmp_path: Path) -> None:
     save(name, tmp_path, as_published=False)
-    for model_impl in ("auto", "transformers"):
+    for model_impl in TINY[name].implementations:
         check(str(tmp_path), SETTING, expected(name), model_impl=model_impl)
 
 

@@ -37,8 +37,9 @@ def damaged(published: Published, name: str, path: Path, extra: dict[str, torch.
 def test_only_the_text_part_is_left(published: Published, name: str) -> None:
     with open_checkpoint(published(name).path) as checkpoint:
         names = checkpoint.names
-    assert {"model.embed_tokens.weight", "model.norm.weight"} < set(names)
-    assert all(name.startswith(("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")) for name in names)
+    norm = "model.embedding_norm." if name == "lfm2-vl" else "model.norm."
+    assert {"model.embed_tokens.weight", f"{norm}weight"} < set(names)
+    assert all(name.startswith(("model.layers.", "model.embed_tokens.", norm, "lm_head.")) for name in names)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "ministral3"])

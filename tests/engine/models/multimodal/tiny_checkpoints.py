@@ -18,7 +18,8 @@ from tests.engine.models.multimodal.published_kinds import PUBLISHED_KINDS
 from tests.engine.models.multimodal.tiny_multimodal import TinyMultimodal
 
 TINY = PUBLISHED_KINDS | OTHER_KINDS
-FEW = ("gemma3", "ministral3", "qwen2.5-vl", "qwen3-vl-moe", "smolvlm")  # every layout of names, and experts
+# Every layout of names, experts, and states.
+FEW = ("gemma3", "ministral3", "qwen2.5-vl", "qwen3-vl-moe", "qwen3.5-moe", "smolvlm")
 CASES = [name if name in FEW else pytest.param(name, marks=pytest.mark.long) for name in TINY]  # few in `make test`
 
 

@@ -9,6 +9,8 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
+from engine.models.config.families import ARCHITECTURES, Family
+from engine.models.config.text_parts import TEXT_ARCHITECTURES
 from tests.engine.models.adapter.tiny_models import VOCAB_SIZE
 
 TEXT: dict[str, Any] = {
@@ -30,6 +32,21 @@ YARN = {
     "llama_4_scaling_beta": 0.5,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": []}
+GATED_DELTA: dict[str, Any] = {
+    "head_dim": 32,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "full_attention_interval": 2,
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [2, 1, 1],
+        "rope_type": "default",
+        "rope_theta": 1e5,
+        "partial_rotary_factor": 0.25,
+    },
+}
 PLAIN_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
 SIGLIP = PLAIN_VISION | {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14}
 CLIP = SIGLIP | {"model_type": "clip_vision_model", "projection_dim": 8}
@@ -67,6 +84,16 @@ class TinyMultimodal:
     def text_type(self) -> str:
         """The model type of the text part."""
         return str(self.text.get("model_type", f"{self.model_type}_text"))
+
+    @property
+    def has_states(self) -> bool:
+        """Whether the text part has recurrent layers, which only our own decoder computes."""
+        return ARCHITECTURES.get(TEXT_ARCHITECTURES[self.text_type], Family()).recurrent is not None
+
+    @property
+    def implementations(self) -> tuple[str, ...]:
+        """The values of model_impl that serve it, one for each implementation."""
+        return ("auto",) if self.has_states else ("auto", "transformers")
 
     @property
     def config_json(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -133,6 +134,11 @@ RECURRENT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 # transformers' generate computes steps without the limits that a prompt's have.
 GENERATED = [name for name in RECURRENT_FAMILIES if name != "bamba-limits"]
+
+
+def few(*names: str) -> list[Any]:
+    """Return GENERATED as parameters of a test; all but ``names`` are left to the long tests."""
+    return [name if name in names else pytest.param(name, marks=pytest.mark.long) for name in GENERATED]
 
 
 def recurrent_architecture(name: str) -> str:

@@ -8,11 +8,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from engine.errors import ConfigError
 from engine.sampling_params import SamplingParams
 from tests.engine.models.adapter import greedy_answers
 from tests.engine.models.decoder.recurrent.conftest import Saved
-from tests.engine.models.decoder.recurrent.recurrent_families import GENERATED
+from tests.engine.models.decoder.recurrent.recurrent_families import GENERATED, few
 from tests.engine.oracle import Activity, answers, eos_ids, make_llm, oracle_beams, random_tokens, run
+from tests.engine.worker.test_tensor_parallel import ThreadRanks
 
 POOL_TOKENS = 44  # a request and a half: the second is preempted
 
@@ -37,7 +39,7 @@ def test_greedy_tokens_in_every_setting(saved: Callable[[str], Saved], name: str
         greedy_answers.check(saved(name).path, setting, expected, model_impl="pagoda")
 
 
-@pytest.mark.parametrize("name", ["lfm2", "qwen3-next", "granite-4-h", "falcon-h1", "mamba2"])
+@pytest.mark.parametrize("name", few("lfm2", "qwen3.5", "mamba2"))
 def test_a_long_conversation_resumes_at_snapshots(saved: Callable[[str], Saved], name: str) -> None:
     """Prompts of several of transformers' chunks: the second follows an answer, the third leaves the first early."""
     model, path = saved(name).model, saved(name).path
@@ -61,7 +63,35 @@ def test_a_long_conversation_resumes_at_snapshots(saved: Callable[[str], Saved],
     assert cached[2] % 4 == 0
 
 
-@pytest.mark.parametrize("name", ["lfm2-moe", "qwen3.5", "falcon-h1", "nemotron-3-nano", "mamba2"])
+@pytest.mark.parametrize("name", few("lfm2-moe", "qwen3-next", "qwen3.5", "falcon-h1-norm", "nemotron-3-super"))
+def test_two_ranks_share_a_model(saved: Callable[[str], Saved], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "granite-4-h-moe":
+        pytest.skip("one group of heads is not divided")
+    monkeypatch.setattr("engine.worker.worker_pool.RemoteRanks", ThreadRanks)
+    llm = make_llm(saved(name).path, tensor_parallel_size=2, block_size=4, max_num_batched_tokens=16, num_blocks=64)
+    params = SamplingParams(temperature=0.0, max_tokens=greedy_answers.MAX_TOKENS, ignore_eos=True)
+    prompts = greedy_answers.make_prompts()
+    assert answers(run(llm, prompts, params)) == greedy_answers.oracle(saved(name).model, prompts)
+    llm.engine.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "message"),
+    [
+        ("granite-4-h-moe", 2, "divide the model's 1 groups of heads of Mamba layers; choose another size"),
+        ("qwen3.5", 3, "divide the model's 4 attention heads; choose"),
+        ("mamba2", 3, "divide the model's 8 heads of Mamba layers"),
+        ("lfm2", 8, "divide the model's 4 attention heads"),
+    ],
+)
+def test_ranks_that_do_not_divide_a_model_are_refused(
+    saved: Callable[[str], Saved], name: str, size: int, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"tensor_parallel_size={size} does not {message}"):
+        make_llm(saved(name).path, tensor_parallel_size=size)
+
+
+@pytest.mark.parametrize("name", few("qwen3.5", "falcon-h1"))
 def test_beams_equal_transformers(saved: Callable[[str], Saved], name: str) -> None:
     llm = make_llm(saved(name).path, block_size=4, max_num_batched_tokens=16)
     activity = Activity(llm)
