@@ -147,10 +147,10 @@ def recurrent_architecture(name: str) -> str:
     return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
 
 
-def build_recurrent_model(name: str) -> PreTrainedModel:
+def build_recurrent_model(name: str, **changes: Any) -> PreTrainedModel:
     """Return a seeded random float32 model of transformers."""
     model_type, options = RECURRENT_FAMILIES[name]
-    fields = _SHAPE | options
+    fields = _SHAPE | options | changes
     if model_type == "nemotron_h":
         del fields["num_hidden_layers"]
     torch.manual_seed(0)
