@@ -44,10 +44,10 @@ def groups_of(columns: int, size: int) -> int:
     return -(-columns // size)
 
 
-def of_fp8(columns: int, group: int, dtype: torch.dtype, block_rows: int, first: int) -> Case:
-    codes = octets(ROWS, columns).view(dtype)
-    grid = scales(groups_of(first + ROWS, block_rows), groups_of(columns, group))
-    return Case(lambda out: dequantise_fp8(codes, grid, (block_rows, group), first, out=out), (ROWS, columns))
+def of_fp8(columns: int, group: int, dtype: torch.dtype, block_rows: int, first: int, rows: int = ROWS) -> Case:
+    codes = octets(rows, columns).view(dtype)
+    grid = scales(groups_of(first + rows, block_rows), groups_of(columns, group))
+    return Case(lambda out: dequantise_fp8(codes, grid, (block_rows, group), first, out=out), (rows, columns))
 
 
 def of_fp4(columns: int, group: int) -> Case:
@@ -72,6 +72,13 @@ def of_packed(columns: int, group: int, bits: int, zeros: str) -> Case:
 def of_int8(columns: int, group: int) -> Case:
     codes, grid = octets(ROWS, columns).view(torch.int8), scales(1, groups_of(columns, group))
     return Case(lambda out: integers.dequantise_groups(codes, grid, 0, group, out=out), (ROWS, columns))
+
+
+def of_one_scale(columns: int) -> Case:
+    """More codes than numbers, of all rows, with one scale and one zero point."""
+    words = octets(40, columns).view(torch.int32)
+    scale, zero = torch.full((1, 1), 0.37), torch.full((1, 1), 11.0)
+    return Case(lambda out: integers.dequantise_packed(words, 8, columns, scale, zero, columns, out=out), (40, columns))
 
 
 def of_affine(columns: int, group: int, bits: int) -> Case:
@@ -123,6 +130,7 @@ CASES = {
     "FP8 of the tensor": of_fp8(300, 300, torch.float8_e4m3fn, ROWS, 0),
     "FP8 by output": of_fp8(257, 257, torch.float8_e4m3fn, 1, 0),
     "FP8 in blocks": of_fp8(2500, 128, torch.float8_e4m3fn, 2, 3),
+    "FP8 in blocks of many rows": of_fp8(300, 128, torch.float8_e4m3fn, 18, 7, rows=70),
     "FP8, a column": of_fp8(1, 1, torch.float8_e4m3fn, 1, 0),
     "E5M2 in groups": of_fp8(1040, 32, torch.float8_e5m2, 1, 0),
     "NVFP4": of_fp4(2080, 16),
@@ -133,6 +141,7 @@ CASES = {
     "int8 in words": of_packed(1030, 1030, 8, "none"),
     "int8 in words, zero points": of_packed(77, 10, 8, "of columns"),
     "int8": of_int8(515, 100),
+    "int8, one scale": of_one_scale(100),
     "MLX, 4 bits": of_affine(1088, 64, 4),
     "MLX, 8 bits": of_affine(256, 32, 8),
     "NF4": of_nf4(4096, 64, 0),

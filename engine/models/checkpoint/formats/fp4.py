@@ -26,7 +26,7 @@ __all__ = ["Mxfp4Weight", "Nvfp4Weight", "TransposedMxfp4Weight", "fp4_weights"]
 
 _NV_GROUP, _MX_GROUP = 16, 32
 _EXPONENTS = ("U8", "F8_E8M0")
-_TRANSPOSED_ROWS = 128  # whole cache lines of each output
+_TRANSPOSED_ROWS = 128  # whole cache lines of each output, and few enough for a processor's cache
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,11 +70,23 @@ class TransposedMxfp4Weight(PackedWeight):
         self, parts: Mapping[str, torch.Tensor], rows: range, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return rows of one matrix in float32."""
-        groups = slice(rows.start // _MX_GROUP, -(-rows.stop // _MX_GROUP))
-        octets, scales = parts["blocks"][:, groups].flatten(1), parts["scales"][:, groups].contiguous()
-        scratch = None if out is None else out.new_empty(len(octets), len(rows))
-        values = dequantise_fp4(octets, scales, _MX_GROUP, scale_table=e8m0_numbers(), out=scratch)
-        return transposed(values, out=out)
+        if out is None:
+            return transposed(self._columns(parts, rows, None))
+        outputs = len(parts["blocks"])
+        scratch = out.new_empty(outputs * min(len(rows), _TRANSPOSED_ROWS))
+        for start in range(0, len(rows), _TRANSPOSED_ROWS):
+            some = rows[start : start + _TRANSPOSED_ROWS]
+            columns = self._columns(parts, some, scratch[: outputs * len(some)].view(outputs, -1))
+            target = out[start : start + len(some)]
+            if (values := transposed(columns, out=target)) is not target:
+                target.copy_(values)
+        return out
+
+    def _columns(self, parts: Mapping[str, torch.Tensor], columns: range, out: torch.Tensor | None) -> torch.Tensor:
+        """Return some columns of the matrix as it is stored; see ``dequantise_fp4``."""
+        octets = parts["blocks"].flatten(1)[:, columns.start // 2 : columns.stop // 2]
+        scales = parts["scales"][:, columns.start // _MX_GROUP : columns.stop // _MX_GROUP]
+        return dequantise_fp4(octets, scales, _MX_GROUP, scale_table=e8m0_numbers(), out=out)
 
 
 def fp4_weights(module: ModuleTensors) -> Iterator[PackedWeight]:

@@ -33,9 +33,8 @@ INLINE void look_up_nibbles(bf16 *to, const uint8_t *octets, u16x16 table, bool 
 #endif
 }
 
-/* The numbers of 32 codes of a byte each: `even` of the first, the third and so on, `odd` of the others. */
-INLINE void look_up_octets(f32x16 *even, f32x16 *odd, const uint8_t *codes, const bf16 *table) {
-    u32x16 pairs;
+/* The numbers of 32 codes of a byte each, two in a word. */
+INLINE u32x16 look_up_octets(const uint8_t *codes, const bf16 *table) {
 #if defined(__AVX512BW__)
     __m512i index = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)codes)), quarters[4];
     for (int i = 0; i < 4; i++)
@@ -43,15 +42,14 @@ INLINE void look_up_octets(f32x16 *even, f32x16 *odd, const uint8_t *codes, cons
                                                 _mm512_loadu_si512(table + 64 * i + 32));
     __mmask32 is_odd = _mm512_test_epi16_mask(index, _mm512_set1_epi16(64));
     __mmask32 is_upper = _mm512_test_epi16_mask(index, _mm512_set1_epi16(128));
-    pairs = (u32x16)_mm512_mask_blend_epi16(is_upper, _mm512_mask_blend_epi16(is_odd, quarters[0], quarters[1]),
-                                            _mm512_mask_blend_epi16(is_odd, quarters[2], quarters[3]));
+    __m512i lower = _mm512_mask_blend_epi16(is_odd, quarters[0], quarters[1]);
+    __m512i upper = _mm512_mask_blend_epi16(is_odd, quarters[2], quarters[3]);
+    return (u32x16)_mm512_mask_blend_epi16(is_upper, lower, upper);
 #else
     bf16 numbers[2 * LANES];
     for (int i = 0; i < 2 * LANES; i++) numbers[i] = table[codes[i]];
-    memcpy(&pairs, numbers, sizeof pairs);
+    return u32x16_load(numbers);
 #endif
-    *even = (f32x16)(pairs << 16); /* little-endian, as all that is supported */
-    *odd = (f32x16)(pairs & 0xffff0000u);
 }
 
 #endif

@@ -28,40 +28,59 @@ INLINE float half_at(const uint8_t *from) {
     return value;
 }
 
+/* 16 bytes. GCC writes loops over bytes as it sees fit, and these as one instruction. */
+typedef uint8_t u8x16 __attribute__((vector_size(16)));
+
+INLINE u8x16 octets_at(const void *from) {
+    u8x16 octets;
+    memcpy(&octets, from, sizeof octets);
+    return octets;
+}
+INLINE void put_octets(int8_t *to, u8x16 octets) { memcpy(to, &octets, sizeof octets); }
+
 /* The low nibbles of `count` bytes, then the high ones. */
 INLINE void nibbles(int8_t *to, const uint8_t *from, int count, int offset) {
-    for (int i = 0; i < count; i++) to[i] = (int8_t)((from[i] & 15) - offset);
-    for (int i = 0; i < count; i++) to[count + i] = (int8_t)((from[i] >> 4) - offset);
+    for (int i = 0; i < count; i += 16) {
+        u8x16 octets = octets_at(from + i);
+        put_octets(to + i, (octets & 15) - (uint8_t)offset);
+        put_octets(to + count + i, (octets >> 4) - (uint8_t)offset);
+    }
 }
 
 /* The lowest two bits of 32 bytes, then the next ones, and so on. */
 INLINE void quarters(int8_t *to, const uint8_t *from) {
     for (int part = 0; part < 4; part++)
-        for (int i = 0; i < 32; i++) to[32 * part + i] = from[i] >> 2 * part & 3;
+        for (int i = 0; i < 32; i += 16) put_octets(to + 32 * part + i, octets_at(from + i) >> 2 * part & 3);
+}
+
+/* Adds bit i of 32 bytes to the codes 32 i to 32 i + 31, as bit `to_bit`, and subtracts `offset`. */
+INLINE void add_bits(int8_t *codes, const uint8_t *from, int to_bit, int offset) {
+    for (int part = 0; part < 8; part++)
+        for (int i = 0; i < 32; i += 16) {
+            int8_t *own = codes + 32 * part + i;
+            put_octets(own, (octets_at(own) | (octets_at(from + i) >> part & 1) << to_bit) - (uint8_t)offset);
+        }
 }
 
 /* Levels for codes of four bits; `count` is a multiple of 16. */
 INLINE void look_up(int8_t *codes, int count, const int8_t *levels) {
 #if defined(__SSSE3__)
-    __m128i table = _mm_loadu_si128((const void *)levels);
-    for (int i = 0; i < count; i += 16) {
-        __m128i *part = (void *)(codes + i);
-        _mm_storeu_si128(part, _mm_shuffle_epi8(table, _mm_loadu_si128(part)));
-    }
+    for (int i = 0; i < count; i += 16)
+        put_octets(codes + i, (u8x16)_mm_shuffle_epi8((__m128i)octets_at(levels), (__m128i)octets_at(codes + i)));
 #else
     for (int i = 0; i < count; i++) codes[i] = levels[codes[i]];
 #endif
 }
 
-/* Adds the bits of four bytes, one to each of 32 codes, as their fifth. */
+/* Adds the bits of four bytes, one to each of 32 codes, as their fifth, and subtracts `offset`. */
 INLINE void add_fifth(int8_t *codes, const uint8_t *from, int offset) {
-    static const uint8_t BITS[8] = {1, 2, 4, 8, 16, 32, 64, 128};
-    uint8_t spread[32], masks[32]; /* a byte for each code */
-    for (int i = 0; i < 4; i++) {
-        memset(spread + 8 * i, from[i], 8);
-        memcpy(masks + 8 * i, BITS, 8);
+    typedef uint64_t u64x2 __attribute__((vector_size(16)));
+    const u8x16 bits = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+    for (int i = 0; i < 2; i++) {
+        u8x16 spread = (u8x16)((u64x2){from[2 * i], from[2 * i + 1]} * 0x0101010101010101u);
+        u8x16 fifth = (u8x16)((spread & bits) == bits) & 16;
+        put_octets(codes + 16 * i, (octets_at(codes + 16 * i) | fifth) - (uint8_t)offset);
     }
-    for (int i = 0; i < 32; i++) codes[i] = (int8_t)((codes[i] | (spread[i] & masks[i] ? 16 : 0)) - offset);
 }
 
 /* 16 codes as floats. */
@@ -131,11 +150,7 @@ static void q2_k(unpacked *to, const uint8_t *block) {
 static void q3_k(unpacked *to, const uint8_t *block) {
     float scale = half_at(block + 108);
     for (int part = 0; part < 2; part++) quarters(to->codes + 128 * part, block + 32 + 32 * part);
-    for (int part = 0; part < 8; part++)
-        for (int i = 0; i < 32; i++) {
-            int8_t *code = to->codes + 32 * part + i;
-            *code = (int8_t)((*code | (block[i] >> part & 1) << 2) - 4);
-        }
+    add_bits(to->codes, block, 2, 4);
     for (int i = 0; i < 16; i++) {
         int low = block[96 + i % 8] >> (i < 8 ? 0 : 4) & 15, high = block[104 + i % 4] >> 2 * (i / 4) & 3;
         to->scales[i] = scale * (float)((low | high << 4) - 32);
@@ -162,8 +177,7 @@ static void q4_k(unpacked *to, const uint8_t *block) {
 static void q5_k(unpacked *to, const uint8_t *block) {
     scales_and_minima(to, block);
     for (int part = 0; part < 4; part++) nibbles(to->codes + 64 * part, block + 48 + 32 * part, 32, 0);
-    for (int part = 0; part < 8; part++)
-        for (int i = 0; i < 32; i++) to->codes[32 * part + i] |= (int8_t)((block[16 + i] >> part & 1) << 4);
+    add_bits(to->codes, block + 16, 4, 0);
 }
 
 static void q6_k(unpacked *to, const uint8_t *block) {
@@ -172,7 +186,7 @@ static void q6_k(unpacked *to, const uint8_t *block) {
         int8_t high[128], *codes = to->codes + 128 * part;
         nibbles(codes, block + 64 * part, 64, 0);
         quarters(high, block + 128 + 32 * part);
-        for (int i = 0; i < 128; i++) codes[i] = (int8_t)((codes[i] | high[i] << 4) - 32);
+        for (int i = 0; i < 128; i += 16) put_octets(codes + i, (octets_at(codes + i) | octets_at(high + i) << 4) - 32);
     }
     for (int i = 0; i < 16; i++) to->scales[i] = scale * (float)(int8_t)block[192 + i];
 }
