@@ -9,7 +9,7 @@ from typing import Any, Literal
 from engine.errors import ModelLoadError, UnsupportedModelError, shown
 from engine.models.config.divided import divided
 from engine.models.config.families import ExpertsFormat
-from engine.models.config.limits import require_integer
+from engine.models.config.limits import require_integer, require_number
 
 __all__ = ["ExpertsShape"]
 
@@ -122,7 +122,7 @@ def _lfm2(config: Any) -> ExpertsShape:
         layers=frozenset(range(num_dense, config.num_hidden_layers)),
         scores="sigmoid",
         norm_epsilon=1e-6,
-        weight_scale=float(config.routed_scaling_factor),
+        weight_scale=require_number(config, "routed_scaling_factor"),
         has_choice_bias=bool(config.use_expert_bias),
     )
 
@@ -142,7 +142,7 @@ def _granite(config: Any) -> ExpertsShape:
 def _nemotron(config: Any) -> ExpertsShape:
     if config.n_group != 1:
         raise UnsupportedModelError(
-            f"n_group={shown(config.n_group)} is not supported, only experts that are chosen among all; "
+            f"config.json has n_group={shown(config.n_group)}, and only a choice among all experts is supported; "
             "docs/models.md lists what is served"
         )
     has_latent = config.moe_latent_size is not None
@@ -155,7 +155,7 @@ def _nemotron(config: Any) -> ExpertsShape:
         layers=frozenset(layer for layer, kind in enumerate(config.layer_types) if kind == "moe"),
         scores="sigmoid",
         norm_epsilon=1e-20,
-        weight_scale=float(config.routed_scaling_factor),
+        weight_scale=require_number(config, "routed_scaling_factor"),
         has_choice_bias=True,
         float32_router=True,
         gates_shared_expert=False,

@@ -12,7 +12,7 @@ from typing import Any
 from engine.errors import ModelLoadError, shown
 from engine.models.gguf.file import is_gguf
 
-__all__ = ["require_divisor", "require_integer", "require_plausible"]
+__all__ = ["require_divisor", "require_integer", "require_number", "require_plausible"]
 
 _LARGEST = {  # several times those of the largest models
     "num_hidden_layers": 512,
@@ -77,15 +77,21 @@ _MAY_BE_ZERO = {  # then there are none
     "shared_intermediate_size",
 }
 _FACTORS = (  # of embeddings, scores, logits and the residual stream
+    "attention_in_multiplier",
     "attention_multiplier",
+    "attention_out_multiplier",
     "attn_logit_softcapping",
     "embedding_multiplier",
     "final_logit_softcapping",
+    "key_multiplier",
+    "lm_head_multiplier",
     "logit_scale",
     "logits_scaling",
     "query_pre_attn_scalar",
     "residual_multiplier",
     "routed_scaling_factor",
+    "ssm_in_multiplier",
+    "ssm_out_multiplier",
 )
 _SMALLEST_FACTOR, _LARGEST_FACTOR = 1e-6, 1e6
 _FLAGS = ("attention_bias", "mlp_bias", "tie_word_embeddings")
@@ -122,6 +128,14 @@ def require_integer(config: Any, name: str, smallest: int = 1) -> int:
     if type(value) is not int or value < smallest:
         raise ModelLoadError(f"{name}={shown(value)} is not an integer from {smallest}; correct config.json")
     return value
+
+
+def require_number(config: Any, name: str) -> float:
+    """Return a field of a transformers config that numbers are multiplied by; raise ModelLoadError unless finite."""
+    value = getattr(config, name, None)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST_NUMBER:  # or NaN
+        raise ModelLoadError(f"{name}={shown(value)} is not a finite number; correct config.json")
+    return float(value)
 
 
 def require_divisor(config: Any, name: str, of: str) -> int:

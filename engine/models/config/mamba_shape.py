@@ -84,9 +84,11 @@ class MambaShape:
                 numbers.
             UnsupportedModelError: for an activation other than SiLU.
         """
-        activation = getattr(config, "mamba_hidden_act", getattr(config, "hidden_act", "silu"))
-        if activation != "silu":
-            raise UnsupportedModelError(f"Mamba layers with the activation '{activation}' are not supported, only silu")
+        field = "mamba_hidden_act" if hasattr(config, "mamba_hidden_act") else "hidden_act"
+        if (activation := getattr(config, field)) != "silu":
+            raise UnsupportedModelError(
+                f"{field}={shown(activation)} is not supported by Mamba layers; supported: silu"
+            )
         heads = next(name for name in _FIELDS if hasattr(config, name))
         head_dim, groups, state_size, conv_width = _FIELDS[heads]
         in_bias = bool(getattr(config, "mamba_proj_bias" if heads == "mamba_n_heads" else "use_bias"))

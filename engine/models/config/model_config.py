@@ -21,7 +21,7 @@ from engine.models.config.divided import divided
 from engine.models.config.experts_shape import ExpertsShape
 from engine.models.config.families import ARCHITECTURES, Family, NormPlacement, QKNorm
 from engine.models.config.json_file import read_json
-from engine.models.config.limits import require_integer
+from engine.models.config.limits import require_integer, require_number
 from engine.models.config.mixers import Mixer, RecurrentShape, layer_types, read_mixers, read_recurrent
 from engine.models.config.rope_config import RopeConfig, check_longrope_length
 from engine.models.config.shape import AttentionShape, ModelShape, attends_causally
@@ -261,7 +261,7 @@ def _intermediate_size(config: Any) -> int:
     """Return the features of dense feed-forwards; 0 if a config names none, because no layer has one."""
     if hasattr(config, "shared_intermediate_size"):  # Granite 4, whose intermediate_size is that of experts
         return require_integer(config, "shared_intermediate_size")
-    size = int(getattr(config, "intermediate_size", 0))
+    size = require_integer(config, "intermediate_size") if hasattr(config, "intermediate_size") else 0
     if not getattr(config, "block_auto_adjust_ff_dim", False):
         return size
     size = int(2 * size / 3)  # LFM2
@@ -301,12 +301,13 @@ def _factors(config: Any, family: Family, head_dim: int) -> dict[str, Any]:
     if family.has_query_scalar:
         scale = config.query_pre_attn_scalar**-0.5
     elif family.has_multipliers:
-        scale, embedding_multiplier = config.attention_multiplier, config.embedding_multiplier
+        scale, embedding_multiplier = (require_number(config, f"{of}_multiplier") for of in ("attention", "embedding"))
     if family.scales_embedding:
         embedding_multiplier = config.hidden_size**0.5
-    divisor = config.logits_scaling if family.has_multipliers else 1.0
+    divisor = require_number(config, "logits_scaling") if family.has_multipliers else 1.0
     if family.has_projection_multipliers:
-        embedding_multiplier, divisor = config.embedding_multiplier, 1.0 / config.lm_head_multiplier
+        embedding_multiplier = require_number(config, "embedding_multiplier")
+        divisor = 1.0 / require_number(config, "lm_head_multiplier")
     return {
         "embedding_multiplier": embedding_multiplier,
         "attention_scale": scale,
@@ -314,7 +315,7 @@ def _factors(config: Any, family: Family, head_dim: int) -> dict[str, Any]:
         "attention_options": frozenset() if softcap is None else frozenset({"softcap"}),
         "logits_softcap": config.final_logit_softcapping if family.caps_logits else None,
         "logits_divisor": divisor,
-        "residual_multiplier": config.residual_multiplier if family.has_multipliers else 1.0,
+        "residual_multiplier": require_number(config, "residual_multiplier") if family.has_multipliers else 1.0,
     }
 
 

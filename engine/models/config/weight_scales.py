@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from engine.errors import ModelLoadError, shown
+from engine.models.config.limits import require_number
 
 __all__ = ["WeightScales"]
 
@@ -41,28 +43,27 @@ class WeightScales:
         """Read a transformers config; that of another family than Falcon-H1 has no factors.
 
         Raises:
-            ModelLoadError: if a list of factors has another length.
+            ModelLoadError: if a factor is not a finite number, or a list of them has another length.
         """
         if not hasattr(config, "ssm_multipliers"):
             return cls()
         gate, down = _numbers(config, "mlp_multipliers", 2)
-        attention_in, attention_out = config.attention_in_multiplier, config.attention_out_multiplier
         outputs = {
-            "k_proj": config.key_multiplier,
-            "o_proj": attention_out,
+            "k_proj": require_number(config, "key_multiplier"),
+            "o_proj": require_number(config, "attention_out_multiplier"),
             "gate_proj": gate,
             "down_proj": down,
-            "out_proj": config.ssm_out_multiplier,
+            "out_proj": require_number(config, "ssm_out_multiplier"),
         }
-        inputs = dict.fromkeys(("q_proj", "k_proj", "v_proj"), attention_in)
-        names = inputs.keys() | outputs.keys()
-        weights = {name: float(inputs.get(name, 1.0) * outputs.get(name, 1.0)) for name in names}
+        inputs = dict.fromkeys(("q_proj", "k_proj", "v_proj"), require_number(config, "attention_in_multiplier"))
+        weights = {name: inputs.get(name, 1.0) * outputs.get(name, 1.0) for name in inputs.keys() | outputs.keys()}
         sections = _numbers(config, "ssm_multipliers", 5)
-        return cls(weights, outputs, sections, float(config.ssm_in_multiplier))
+        return cls(weights, outputs, sections, require_number(config, "ssm_in_multiplier"))
 
 
 def _numbers(config: Any, name: str, count: int) -> tuple[float, ...]:
     numbers = getattr(config, name)
-    if not isinstance(numbers, list | tuple) or len(numbers) != count:
-        raise ModelLoadError(f"{name}={shown(numbers)} is not a list of {count} numbers; correct config.json")
+    is_list = isinstance(numbers, list | tuple) and len(numbers) == count
+    if not is_list or not all(type(number) in (int, float) and math.isfinite(number) for number in numbers):
+        raise ModelLoadError(f"{name}={shown(numbers)} is not a list of {count} finite numbers; correct config.json")
     return tuple(map(float, numbers))

@@ -23,6 +23,7 @@ from engine.sampling_params import SamplingParams
 from tests.engine.checkpoints import EXPERT_FAMILIES, FAMILIES, build_model, save_checkpoint
 from tests.engine.models.adapter import tiny_models
 from tests.engine.models.decoder.dense_families import build_dense_model
+from tests.engine.models.decoder.recurrent.recurrent_families import RECURRENT_FAMILIES, build_recurrent_model
 from tests.waiting import until
 
 REMEDY = re.compile(r"[;:] (download|correct|set|give|choose|shorten)|supported: |lists what is served|convert it")
@@ -36,6 +37,8 @@ def build(name: str) -> PreTrainedModel:
     """Return a tiny model of a family, or of an architecture that transformers' modules compute."""
     if name in tiny_models.TINY_MODELS:
         return tiny_models.build_model(name)
+    if name in RECURRENT_FAMILIES:
+        return build_recurrent_model(name)
     return build_model(name) if name in FAMILIES | EXPERT_FAMILIES else build_dense_model(name)
 
 

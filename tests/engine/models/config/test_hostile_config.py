@@ -25,6 +25,7 @@ JSON = st.recursive(
 
 
 FAMILIES = ["qwen3", "qwen3_moe", "qwen2_moe", "mixtral", "gemma2", "smollm3", "granite"]
+FAMILIES += ["qwen3-next", "nemotron-3-super", "falcon-h1"]
 FAMILIES += ["CohereForCausalLM", "Glm4MoeForCausalLM"]  # which transformers' modules compute
 Workshops = Callable[[str], Workshop]
 
@@ -211,6 +212,18 @@ OF_FAMILIES: list[tuple[str, str, list[Any]]] = [
     ("granite", "embedding_multiplier", [NAN, float("inf")]),
     ("granite", "residual_multiplier", [NAN]),
     ("granite", "logits_scaling", [0, NAN]),
+    ("lfm2-moe", "layer_types", [None, ["conv"] * 5, ["conv", "full_attention", "conv", "x"]]),
+    ("lfm2-moe", "conv_L_cache", [0, 1, None, 10**9]),
+    ("qwen3-next", "linear_num_key_heads", [0, 3, None, 10**9]),
+    ("qwen3-next", "linear_conv_kernel_dim", [0, 1, "x"]),
+    ("granite-4-h-moe", "residual_multiplier", [None, NAN, 0]),
+    ("granite-4-h-moe", "mamba_n_groups", [0, 3, 10**9]),
+    ("falcon-h1", "ssm_multipliers", [[], [1.0] * 4, [NAN] * 5, ["x"] * 5]),
+    ("falcon-h1", "key_multiplier", [None, NAN, float("inf")]),
+    ("nemotron-3-super", "n_group", [3]),
+    ("nemotron-3-super", "moe_latent_size", [0, -1, "x"]),
+    ("mamba2", "time_step_limit", [[], [0.5], [0.9, 0.5], [NAN, 1.0]]),
+    ("mamba2", "state_size", [0, None, 10**9]),
     ("CohereForCausalLM", "logit_scale", [NAN, 0]),
     ("CohereForCausalLM", "layer_norm_eps", [NAN]),
     ("Glm4MoeForCausalLM", "n_group", [0, 10**9]),
