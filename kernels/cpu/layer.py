@@ -112,6 +112,16 @@ class PackedLayer:
         return bool(self.c_layer.num_heads)
 
     @property
+    def has_mixer(self) -> bool:
+        """Whether the layer has a first half."""
+        return self.has_attention or self.recurrent is not None
+
+    @property
+    def has_mlp(self) -> bool:
+        """Whether the layer has a feed-forward, its second half."""
+        return self.intermediate_size > 0 or self.experts is not None
+
+    @property
     def num_bytes(self) -> int:
         """Bytes that the linear layers' weights take."""
         dense = sum(linear.num_bytes for linear in (self.qkv, self.output, self.gate_up, self.down))

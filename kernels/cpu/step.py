@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -73,7 +73,7 @@ class CpuStep:
         )
 
 
-def mixer_half(layer: PackedLayer, step: CpuStep, caches: Sequence[Sequence[torch.Tensor]]) -> None:
+def mixer_half(layer: PackedLayer, step: CpuStep, caches: Iterable[Sequence[torch.Tensor]]) -> None:
     """Add a layer's attention, or what its recurrent layer computes, or both, to the hidden states.
 
     Attention stores the step's keys and values in the cache first; a recurrent layer updates its states.
@@ -82,7 +82,8 @@ def mixer_half(layer: PackedLayer, step: CpuStep, caches: Sequence[Sequence[torc
         layer: the layer.
         step: the batch.
         caches: of attention keys and values, [num_blocks, block_size, num_kv_heads, head_dim] each; then of a recurrent
-            layer the states of `kernels.recurrent.base.RecurrentOps`, that of the convolution first.
+            layer the states of `kernels.recurrent.base.RecurrentOps`, that of the convolution first. Of an iterator
+            those of this layer are taken.
     """
     require().pagoda_mixer_half(layer.c_layer, step.c_step, CLayerCache(*_addresses(layer, iter(caches))))
 

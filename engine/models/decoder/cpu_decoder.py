@@ -15,13 +15,14 @@ import torch
 from torch import nn
 
 from engine.models.config.model_config import ModelConfig
+from engine.models.decoder.cpu_layers import can_compute_experts, packed_layer, set_parameter
 from engine.models.decoder.forward_context import ForwardContext
 from engine.models.decoder.parallel_layers import VocabParallelEmbedding
 from engine.models.tensor_parallel import TensorParallel
 from kernels.attention import c_kernel
-from kernels.cpu.experts import ExpertSizes, PackedExperts, experts
+from kernels.cpu.experts import experts
 from kernels.cpu.gather import gather_packed_rows, gather_rows
-from kernels.cpu.layer import LayerShape, NormName, PackedLayer
+from kernels.cpu.layer import NormName, PackedLayer
 from kernels.cpu.linear import PackedLinear, WeightKind
 from kernels.cpu.scratch import Scratch
 from kernels.cpu.step import CpuStep, add_attention, add_mlp, all_layers, logits, mixer_half, mlp_half
@@ -32,6 +33,7 @@ _TIMES_MEASURED = 3
 _LAYERS_MEASURED = 4  # together, the experts of one token are larger than the processor's caches
 _MANY_TOKENS = 32  # with this many tokens, computing takes longer than reading weights on any processor
 _MOST_FREE_TOKENS = 256
+_ANY_HEAD_DIM = 16
 
 _NORMS: dict[str, NormName] = {  # by the module's name in decoder.py
     "input_layernorm": "input_norm",
@@ -45,13 +47,8 @@ _NORMS: dict[str, NormName] = {  # by the module's name in decoder.py
 
 def can_run(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether the C kernels are available on this machine and can compute this model on this device."""
-    has_plain_layers = (
-        config.recurrent is None
-        and not config.without_feed_forward
-        and not config.gates_attention
-        and config.has_feed_forward_gate
-    )
-    return device.type == "cpu" and has_plain_layers and c_kernel.is_supported(dtype, config.head_dim)
+    head_dim = config.head_dim or _ANY_HEAD_DIM  # no layer may have attention
+    return device.type == "cpu" and can_compute_experts(config) and c_kernel.is_supported(dtype, head_dim)
 
 
 def head_is_embedding(config: ModelConfig, parallel: TensorParallel, kind: WeightKind) -> bool:
@@ -90,39 +87,16 @@ class CpuDecoder:
         self._embedding_multiplier = config.embedding_multiplier_in(dtype)
         own = config.shard(parallel.size)
         self.attention, self.layer_caches = own.attention, own.layer_caches
-        self.layers = [PackedLayer(_layer_shape(own, index), kind, dtype) for index in range(config.num_layers)]
-        self._set_experts(own, kind)
-        widest_mlp = max(layer.intermediate_size for layer in self.layers)
+        self.layers = [packed_layer(own, index, kind, dtype) for index in range(config.num_layers)]
         for layer, table in zip(self.layers, config.rope.tables, strict=True):
             if table is not None:
                 layer.set_rope(rope[table])
         self.norm = torch.empty(0)
         self.lm_head = PackedLinear(kind, config.hidden_size, self.embed_tokens.num_embeddings)
-        self._scratch = Scratch(
-            kind,
-            width=max(config.hidden_size, own.num_heads * own.head_dim, widest_mlp),
-            outputs=max(config.hidden_size, self.layers[0].qkv.out_features, widest_mlp),
-            attention_width=own.num_heads * own.head_dim,
-            cache_dtype=dtype,
-        )
+        self._scratch = _scratch(own, self.layers, kind, dtype)
         self._logits = torch.empty(0)
 
     # --- weights ------------------------------------------------------------------------------------------------
-
-    def _set_experts(self, own: ModelConfig, kind: WeightKind) -> None:
-        """Give the sparse layers their experts."""
-        if (experts := own.experts) is None:
-            return
-        sizes = ExpertSizes(
-            hidden_size=own.hidden_size,
-            num_experts=experts.num_experts,
-            top_k=experts.experts_per_token,
-            intermediate_size=experts.intermediate_size,
-            shared_intermediate_size=experts.shared_intermediate_size,
-            normalizes_weights=experts.normalizes_weights,
-        )
-        for index in experts.layers:
-            self.layers[index].set_experts(PackedExperts(sizes, kind))
 
     def set_weight(self, name: str, weight: torch.Tensor) -> None:
         """Set one parameter, by its name in decoder.py's Decoder.
@@ -139,15 +113,10 @@ class CpuDecoder:
                 self.norm = self._norm_weight(weight) / self.config.logits_divisor
             case ["lm_head", "weight"]:
                 self.lm_head.set_weight(weight)
-            case ["layers", index, "mlp", *rest] if (experts := self.layers[int(index)].experts) is not None:
-                _set_expert_weight(experts, rest, weight)
             case ["layers", index, *_, module, "weight"] if module in _NORMS:
                 self.layers[int(index)].set_norm(_NORMS[module], self._norm_weight(weight))
-            case ["layers", index, *_, module, "weight"]:
-                _set_layer_weight(self.layers[int(index)], module, weight)
-            case ["layers", index, *_, module, "bias"]:
-                if module in ("qkv_proj", "gate_up_proj") or self.parallel.rank == 0:  # the ranks' outputs are summed
-                    _set_layer_bias(self.layers[int(index)], module, weight)
+            case ["layers", index, *rest]:
+                set_parameter(self.layers[int(index)], rest, weight, is_first_rank=self.parallel.rank == 0)
             case _:
                 raise AssertionError(f"no parameter is called {name}")
 
@@ -172,15 +141,18 @@ class CpuDecoder:
         hidden = self._embed(token_ids)
         addend = torch.empty_like(hidden) if self.parallel.size > 1 else None
         block_size = context.kv_cache.block_size
-        step = CpuStep(hidden, positions, context.metadata, block_size, self._scratch, addend)
+        step = CpuStep(hidden, positions, context.metadata, block_size, self._scratch, addend, context.recurrent)
         if addend is None:
             all_layers(self.layers, step, context.kv_cache.layers)
             return hidden
-        for layer, cache in zip(self.layers, context.kv_cache.layers, strict=True):
-            mixer_half(layer, step, [cache])
-            add_attention(layer, hidden, self.parallel.all_reduce(addend))
-            mlp_half(layer, step)
-            add_mlp(layer, hidden, self.parallel.all_reduce(addend))
+        caches = iter(context.kv_cache.layers)
+        for layer in self.layers:
+            if layer.has_mixer:
+                mixer_half(layer, step, caches)
+                add_attention(layer, hidden, self.parallel.all_reduce(addend))
+            if layer.has_mlp:
+                mlp_half(layer, step)
+                add_mlp(layer, hidden, self.parallel.all_reduce(addend))
         return hidden
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -251,59 +223,22 @@ def _fastest(compute: Callable[[], object]) -> float:
     return min(times)
 
 
-def _layer_shape(config: ModelConfig, index: int) -> LayerShape:
-    """Return the shape of a layer of a rank's share of the model."""
-    return LayerShape(
-        hidden_size=config.hidden_size,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        intermediate_size=0 if config.has_experts(index) else config.intermediate_size,
-        sliding_window=config.sliding_windows[index],
-        norm_eps=config.rms_norm_eps,
-        qkv_bias=config.qkv_bias,
-        output_bias=config.output_bias,
-        mlp_bias=config.mlp_bias,
-        scale=config.attention_scale,
-        softcap=config.attention_softcap,
-        norms_all_heads=config.qk_norm == "projection",
-        activation=config.activation,
-        residual_multiplier=config.residual_multiplier,
+def _scratch(config: ModelConfig, layers: list[PackedLayer], kind: WeightKind, dtype: torch.dtype) -> Scratch:
+    """Return scratch memory for the widest layers of a rank's share."""
+    hidden, attention_width = config.hidden_size, config.num_heads * config.head_dim
+    widest_mlp = max(layer.intermediate_size for layer in layers)
+    recurrent = [layer.recurrent.sizes for layer in layers if layer.recurrent is not None]
+    mixed_width = max((sizes.inner_size for sizes in recurrent), default=0)
+    return Scratch(
+        kind,
+        width=max(hidden, attention_width, widest_mlp, mixed_width),
+        outputs=max(
+            hidden,
+            widest_mlp,
+            *(layer.qkv.out_features for layer in layers),
+            *(sizes.input_width for sizes in recurrent),
+        ),
+        attention_width=attention_width,
+        cache_dtype=dtype,
+        mixed_width=mixed_width,
     )
-
-
-def _set_layer_weight(layer: PackedLayer, module: str, weight: torch.Tensor) -> None:
-    if module == "gate_up_proj":
-        layer.set_gate_up_weight(weight)
-    else:
-        _linear(layer, module).set_weight(weight)
-
-
-def _set_expert_weight(experts: PackedExperts, name: list[str], weight: torch.Tensor) -> None:
-    """Set a weight of a sparse layer's feed-forward, by its name in decoder.py after ``mlp``."""
-    match name:
-        case ["gate", "weight"]:
-            experts.set_router_weight(weight)
-        case ["experts", index, "gate_up_proj"]:
-            experts.set_gate_up_weight(int(index), weight)
-        case ["experts", index, "down_proj"]:
-            experts.set_down_weight(int(index), weight)
-        case ["shared_expert", "gate_up_proj", "weight"]:
-            experts.set_shared_gate_up_weight(weight)
-        case ["shared_expert", "down_proj", "weight"]:
-            experts.set_shared_down_weight(weight)
-        case ["shared_expert_gate", "weight"]:
-            experts.set_shared_gate_weight(weight)
-        case _:
-            raise AssertionError(f"no parameter of experts is called {'.'.join(name)}")
-
-
-def _set_layer_bias(layer: PackedLayer, module: str, bias: torch.Tensor) -> None:
-    if module == "gate_up_proj":
-        layer.set_gate_up_bias(bias)
-    else:
-        _linear(layer, module).set_bias(bias)
-
-
-def _linear(layer: PackedLayer, module: str) -> PackedLinear:
-    return {"qkv_proj": layer.qkv, "o_proj": layer.output, "down_proj": layer.down}[module]

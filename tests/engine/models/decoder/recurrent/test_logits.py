@@ -17,8 +17,10 @@ import torch
 from engine.models.config.model_config import ModelConfig, load_hf_config
 from engine.models.config.weight_scales import WeightScales
 from engine.models.decoder import loader
+from engine.models.decoder.cpu_decoder import CpuDecoder
 from engine.models.decoder.decoder import Decoder
 from engine.models.tensor_parallel import TensorParallel
+from kernels.cpu.library import library
 from kernels.recurrent.metadata import RecurrentMetadata
 from tests.engine.models.adapter import packed_steps
 from tests.engine.models.adapter.packed_steps import packed_logits
@@ -27,6 +29,7 @@ from tests.engine.models.decoder.recurrent.recurrent_families import RECURRENT_F
 
 TOLERANCE = 1e-5  # of the largest logit of a sequence
 CPU = torch.device("cpu")
+NOT_IN_C = ("lfm2-moe", "granite-4-h-moe", "nemotron-3-nano", "nemotron-3-super")  # scores and forms of experts
 Change = Callable[[ModelConfig], ModelConfig]
 
 
@@ -50,9 +53,23 @@ def largest_error(decoder: Any, saved: Saved) -> float:
     )
 
 
+@pytest.mark.parametrize("implementation", [CpuDecoder, Decoder])
 @pytest.mark.parametrize("name", RECURRENT_FAMILIES)
-def test_logits_equal_those_of_transformers(saved: Callable[[str], Saved], name: str) -> None:
-    assert largest_error(load(saved(name).path), saved(name)) < TOLERANCE
+def test_logits_equal_those_of_transformers(
+    saved: Callable[[str], Saved], name: str, implementation: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if implementation is Decoder:
+        monkeypatch.setattr(loader, "cpu_kernels_can_run", lambda *_: False)
+    elif library() is None or name in NOT_IN_C:
+        pytest.skip("torch computes this model")
+    decoder = load(saved(name).path)
+    assert isinstance(decoder, implementation)
+    assert largest_error(decoder, saved(name)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", NOT_IN_C)
+def test_torch_computes_the_experts_that_the_c_kernels_do_not(saved: Callable[[str], Saved], name: str) -> None:
+    assert isinstance(load(saved(name).path), Decoder)
 
 
 def mean_error(computed: list[torch.Tensor], saved: Saved) -> float:

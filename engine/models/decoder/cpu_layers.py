@@ -1,0 +1,216 @@
+"""packed_layer and set_parameter: a decoder's layers for the C kernels, from a config and from parameters by name."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.models.config.conv_shape import ConvShape
+from engine.models.config.experts_shape import ExpertsShape
+from engine.models.config.gated_delta_shape import GatedDeltaShape
+from engine.models.config.mamba_shape import MambaShape
+from engine.models.config.mixers import RecurrentShape
+from engine.models.config.model_config import ModelConfig
+from kernels.cpu.experts import ExpertSizes, PackedExperts
+from kernels.cpu.layer import LayerShape, PackedLayer
+from kernels.cpu.linear import PackedLinear, WeightKind
+from kernels.cpu.recurrent_layer import PackedRecurrent, RecurrentKind, RecurrentSizes
+
+__all__ = ["can_compute_experts", "packed_layer", "set_parameter"]
+
+_COLUMN_PARALLEL = ("qkv_proj", "gate_up_proj", "up_proj", "in_proj", "conv")  # each rank has outputs of its own
+
+
+def packed_layer(config: ModelConfig, layer: int, kind: WeightKind, dtype: torch.dtype) -> PackedLayer:
+    """Return a layer of a rank's share of the model, whose weights are zero.
+
+    Args:
+        config: a rank's share, ``ModelConfig.shard``.
+        layer: its index.
+        kind: the type of the packed weights.
+        dtype: of the KV cache.
+    """
+    packed = PackedLayer(_layer_shape(config, layer), kind, dtype)
+    if config.experts is not None and config.has_experts(layer):
+        packed.set_experts(PackedExperts(_expert_sizes(config.experts, config.hidden_size), kind))
+    if config.recurrent is not None and config.mixers[layer] in ("recurrent", "both"):
+        packed.set_recurrent(PackedRecurrent(_recurrent_sizes(config.recurrent, config), kind))
+    return packed
+
+
+def can_compute_experts(config: ModelConfig) -> bool:
+    """Return whether the C kernels compute the model's experts, if it has any."""
+    experts = config.experts
+    return experts is None or (
+        experts.scores == "softmax"
+        and experts.weight_scale == 1.0
+        and not experts.has_choice_bias
+        and experts.has_gate
+        and experts.latent_size is None
+        and (experts.gates_shared_expert or not experts.shared_intermediate_size)
+        and config.residual_multiplier == 1.0
+    )
+
+
+def set_parameter(layer: PackedLayer, name: list[str], value: torch.Tensor, *, is_first_rank: bool) -> None:
+    """Set a weight or bias of a layer, except its norms, by its name in decoder.py after the layer's index.
+
+    Args:
+        layer: the layer.
+        name: the parts of the name.
+        value: the weights of this rank.
+        is_first_rank: whether this rank adds the biases of outputs that the ranks sum.
+    """
+    match name:
+        case ["mlp", *rest] if layer.experts is not None:
+            _set_expert_weight(layer.experts, rest, value)
+        case [*_, module, "bias"] if module not in _COLUMN_PARALLEL and not is_first_rank:
+            return
+        case ["recurrent", *rest]:
+            assert layer.recurrent is not None
+            _set_recurrent_parameter(layer.recurrent, rest, value)
+        case ["mlp", "gate_up_proj", "weight"]:
+            layer.set_gate_up_weight(value)
+        case ["mlp", "gate_up_proj", "bias"]:
+            layer.set_gate_up_bias(value)
+        case [_, module, "weight"]:
+            _linear(layer, module).set_weight(value)
+        case [_, module, "bias"]:
+            _linear(layer, module).set_bias(value)
+        case _:
+            raise AssertionError(f"no parameter of a layer is called {'.'.join(name)}")
+
+
+# --- shapes ---------------------------------------------------------------------------------------------------------
+
+
+def _layer_shape(config: ModelConfig, index: int) -> LayerShape:
+    has_attention = config.mixers[index] in ("attention", "both")
+    return LayerShape(
+        hidden_size=config.hidden_size,
+        num_heads=config.num_heads if has_attention else 0,
+        num_kv_heads=config.num_kv_heads if has_attention else 0,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size if config.has_dense(index) else 0,
+        sliding_window=config.sliding_windows[index],
+        norm_eps=config.rms_norm_eps,
+        qkv_bias=config.qkv_bias,
+        output_bias=config.output_bias,
+        mlp_bias=config.mlp_bias,
+        scale=config.attention_scale,
+        softcap=config.attention_softcap,
+        norms_all_heads=config.qk_norm == "projection",
+        activation=config.activation,
+        residual_multiplier=config.residual_multiplier,
+        gates_attention=config.gates_attention,
+        has_mlp_gate=config.has_feed_forward_gate,
+    )
+
+
+def _expert_sizes(experts: ExpertsShape, hidden_size: int) -> ExpertSizes:
+    return ExpertSizes(
+        hidden_size=hidden_size,
+        num_experts=experts.num_experts,
+        top_k=experts.experts_per_token,
+        intermediate_size=experts.intermediate_size,
+        shared_intermediate_size=experts.shared_intermediate_size,
+        normalizes_weights=experts.normalizes_weights,
+    )
+
+
+def _recurrent_sizes(shape: RecurrentShape, config: ModelConfig) -> RecurrentSizes:
+    match shape:
+        case ConvShape():
+            return RecurrentSizes(
+                kind=RecurrentKind.SHORT_CONV,
+                hidden_size=config.hidden_size,
+                num_heads=1,
+                head_dim=shape.inner_size,
+                conv_width=shape.conv_width,
+                in_bias=shape.has_bias,
+                out_bias=shape.has_bias,
+            )
+        case GatedDeltaShape():
+            return RecurrentSizes(
+                kind=RecurrentKind.GATED_DELTA,
+                hidden_size=config.hidden_size,
+                num_heads=shape.num_heads,
+                num_groups=shape.num_key_heads,
+                head_dim=shape.value_dim,
+                state_size=shape.key_dim,
+                conv_width=shape.conv_width,
+                norm_group=shape.value_dim,
+                norm_eps=config.rms_norm_eps,
+            )
+    return _mamba_sizes(shape, config)
+
+
+def _mamba_sizes(shape: MambaShape, config: ModelConfig) -> RecurrentSizes:
+    return RecurrentSizes(
+        kind=RecurrentKind.MAMBA,
+        hidden_size=config.hidden_size,
+        num_heads=shape.num_heads,
+        num_groups=shape.num_groups,
+        head_dim=shape.head_dim,
+        state_size=shape.state_size,
+        conv_width=shape.conv_width,
+        norm_group=shape.inner_size // shape.num_groups,
+        gates_first=shape.norm == "after_gate",
+        norm_eps=config.rms_norm_eps,
+        step_limits=shape.step_limits,
+        in_bias=shape.in_bias,
+        out_bias=shape.out_bias,
+    )
+
+
+# --- parameters -----------------------------------------------------------------------------------------------------
+
+
+def _linear(layer: PackedLayer, module: str) -> PackedLinear:
+    linears = {"qkv_proj": layer.qkv, "o_proj": layer.output, "up_proj": layer.gate_up, "down_proj": layer.down}
+    return linears[module]
+
+
+def _set_expert_weight(experts: PackedExperts, name: list[str], weight: torch.Tensor) -> None:
+    """Set a weight of a sparse layer's feed-forward, by its name in decoder.py after ``mlp``."""
+    match name:
+        case ["gate", "weight"]:
+            experts.set_router_weight(weight)
+        case ["experts", index, "gate_up_proj"]:
+            experts.set_gate_up_weight(int(index), weight)
+        case ["experts", index, "down_proj"]:
+            experts.set_down_weight(int(index), weight)
+        case ["shared_expert", "gate_up_proj", "weight"]:
+            experts.set_shared_gate_up_weight(weight)
+        case ["shared_expert", "down_proj", "weight"]:
+            experts.set_shared_down_weight(weight)
+        case ["shared_expert_gate", "weight"]:
+            experts.set_shared_gate_weight(weight)
+        case _:
+            raise AssertionError(f"no parameter of experts is called {'.'.join(name)}")
+
+
+def _set_recurrent_parameter(recurrent: PackedRecurrent, name: list[str], value: torch.Tensor) -> None:
+    """Set a parameter of a recurrent layer, by its name in decoder.py after ``recurrent``."""
+    match name:
+        case ["in_proj", "weight"]:
+            recurrent.input.set_weight(value)
+        case ["in_proj", "bias"]:
+            recurrent.input.set_bias(value)
+        case ["out_proj", "weight"]:
+            recurrent.output.set_weight(value)
+        case ["out_proj", "bias"]:
+            recurrent.output.set_bias(value)
+        case ["conv", "weight"]:
+            recurrent.set_conv_weight(value)
+        case ["conv", "bias"]:
+            recurrent.set_conv_bias(value)
+        case ["A_log"]:
+            recurrent.set_decay(value)
+        case ["dt_bias"]:
+            recurrent.set_step_bias(value)
+        case ["D"]:
+            recurrent.set_skip(value)
+        case ["gated_norm", "weight"]:
+            recurrent.set_norm(value)
+        case _:
+            raise AssertionError(f"no parameter of a recurrent layer is called {'.'.join(name)}")
