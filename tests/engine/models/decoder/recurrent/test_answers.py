@@ -13,6 +13,7 @@ from engine.sampling_params import SamplingParams
 from tests.engine.models.adapter import greedy_answers
 from tests.engine.models.decoder.recurrent.conftest import Saved
 from tests.engine.models.decoder.recurrent.recurrent_families import GENERATED, few
+from tests.engine.models.test_speculative_generation import SPECULATION, DraftCounter
 from tests.engine.oracle import Activity, answers, eos_ids, make_llm, oracle_beams, random_tokens, run
 from tests.engine.worker.test_tensor_parallel import ThreadRanks
 
@@ -61,6 +62,23 @@ def test_a_long_conversation_resumes_at_snapshots(saved: Callable[[str], Saved],
     assert cached[0] == 0
     assert cached[1] >= 148  # the answer's end or the prompt's
     assert cached[2] % 4 == 0
+
+
+@pytest.mark.parametrize("name", few("lfm2", "qwen3.5", "nemotron-h"))
+def test_rejected_drafts_leave_no_trace_in_states(
+    saved: Callable[[str], Saved], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of prompts that repeat themselves, in steps of 40 tokens."""
+    drafts = DraftCounter(monkeypatch)
+    model = saved(name).model
+    prompts = [[7, 8, 9, 10] * 6, [5] * 24, list(range(40, 52)) * 2, random_tokens(random.Random(2), 24)]
+    ids = torch.tensor(prompts)
+    with eos_ids(model, []):
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+    llm = make_llm(saved(name).path, block_size=4, max_num_batched_tokens=40, speculative_config=SPECULATION)
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    assert answers(run(llm, prompts, params)) == [[row[24:].tolist()] for row in expected]
+    assert drafts.num_accepted < drafts.num_drafted
 
 
 @pytest.mark.parametrize("name", few("lfm2-moe", "qwen3-next", "qwen3.5", "falcon-h1-norm", "nemotron-3-super"))
