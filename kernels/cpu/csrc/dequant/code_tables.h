@@ -17,7 +17,7 @@ INLINE void look_up_nibbles(bf16 *to, const uint8_t *octets, u16x16 table, bool 
     __m256i index = _mm256_or_si256(_mm256_srlv_epi32(wide, _mm256_set1_epi32(is_high_first ? 4 : 0)),
                                     _mm256_sllv_epi32(wide, _mm256_set1_epi32(is_high_first ? 16 : 12)));
     _mm256_storeu_si256((void *)to, _mm256_permutexvar_epi16(index, (__m256i)table));
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) && defined(__FMA__)
     __m256i both = _mm256_packus_epi16(_mm256_and_si256((__m256i)table, _mm256_set1_epi16(255)),
                                        _mm256_srli_epi16((__m256i)table, 8));
     both = _mm256_permute4x64_epi64(both, 0xd8); /* the table's low bytes, and its high ones */

@@ -64,7 +64,7 @@ INLINE void add_bits(int8_t *codes, const uint8_t *from, int to_bit, int offset)
 
 /* Levels for codes of four bits; `count` is a multiple of 16. */
 INLINE void look_up(int8_t *codes, int count, const int8_t *levels) {
-#if defined(__SSSE3__)
+#if defined(__SSSE3__) && defined(__FMA__)
     for (int i = 0; i < count; i += 16)
         put_octets(codes + i, (u8x16)_mm_shuffle_epi8((__m128i)octets_at(levels), (__m128i)octets_at(codes + i)));
 #else
