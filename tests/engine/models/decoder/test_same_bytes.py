@@ -19,6 +19,7 @@ from kernels.cpu.library import library
 from kernels.cpu.linear import has_int8
 from tests.engine.checkpoints import build_model, save_checkpoint
 from tests.engine.models.decoder.dense_families import save_dense_model
+from tests.engine.models.decoder.recurrent.recurrent_families import save_recurrent_model
 from tests.engine.oracle import Activity, random_tokens, run
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compiler")
@@ -190,6 +191,16 @@ def test_families_with_norms_of_outputs_multipliers_and_soft_caps(
 ) -> None:
     _, path = save_dense_model(family, tmp_path)
     check(recorder, path, "bfloat16", ("all at once, three threads", "chunks of 17", "migrated, warm"), 20)
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3.5", *(pytest.param(name, marks=pytest.mark.long) for name in ("lfm2", "falcon-h1", "mamba2"))]
+)
+def test_recurrent_layers_in_a_few_settings(recorder: LogitsRecorder, family: str, tmp_path: Path) -> None:
+    """Prompts go on from snapshots, at which the chunks of others do not end."""
+    _, path = save_recurrent_model(family, tmp_path)
+    settings = ("all at once, three threads", "chunks of 17", "alone, cached", "migrated, warm")
+    check(recorder, path, "bfloat16", settings, 8)
 
 
 @pytest.mark.long
