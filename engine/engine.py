@@ -358,6 +358,7 @@ def _new_block_manager(config: EngineConfig, info: EngineInfo, *, record_events:
         info.num_blocks,
         info.block_size,
         num_host_blocks=info.num_host_blocks,
+        windows=info.windows,
         num_slots=info.num_slots,
         enable_prefix_caching=config.enable_prefix_caching,
         record_events=record_events,

@@ -50,6 +50,7 @@ class Sequence:
         "content_ids",
         "cumulative_logprob",
         "finish_reason",
+        "first_pages",
         "grammar",
         "group",
         "has_failed",
@@ -107,6 +108,7 @@ class Sequence:
         self.content_ids: list[int] = []  # content id of each published or matched block
         self.state_slot = -1  # of its states, while it runs; -1 if the model has none
         self.kept_block = -1  # the block on which the snapshot of its answer hangs: see StateSlots.keep
+        self.first_pages: list[int] = []  # for each window: the first block of the table whose page it holds
         self.cache_epoch = 0  # of the prefix cache when the sequence started; it publishes its blocks there only
         # BlockManager.allocate must be called when num_computed_tokens reaches this.
         self.next_block_boundary = 0

@@ -19,12 +19,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable
+from collections.abc import Sequence as GenericSequence
 from dataclasses import dataclass, replace
 
 from engine.kv.block_pool import Block, BlockPool
 from engine.kv.host_pool import BlockPair, HostPool
 from engine.kv.prefix_cache import PrefixCache, PrefixMatch
 from engine.kv.state_slots import StateSlots
+from engine.kv.window_pages import WindowPages
 from engine.sequence import Sequence
 
 __all__ = ["BlockManager", "Growth"]
@@ -50,6 +52,7 @@ class BlockManager:
         num_blocks: blocks in the pool.
         block_size: tokens per block.
         num_host_blocks: pages of the host pool, to which blocks are evicted and preempted sequences swapped.
+        windows: of each sliding window with pages of its own, its tokens and the pages in its pool.
         num_slots: slots for the states of recurrent layers and their snapshots; 0: the model has no states.
         enable_prefix_caching: publish full blocks and match prefixes.
         record_events: collect the prefix cache's KV events.
@@ -61,6 +64,7 @@ class BlockManager:
         block_size: int,
         *,
         num_host_blocks: int = 0,
+        windows: GenericSequence[tuple[int, int]] = (),
         num_slots: int = 0,
         enable_prefix_caching: bool = True,
         record_events: bool = False,
@@ -70,14 +74,27 @@ class BlockManager:
         self.pool = BlockPool(num_blocks)
         self.host_pool = HostPool(num_host_blocks)
         self.prefix_cache = PrefixCache(self.pool, block_size, self.host_pool, record_events=record_events)
+        self.windows = [
+            WindowPages(index, window, num_pages, block_size, self.pool.blocks)
+            for index, (window, num_pages) in enumerate(windows)
+        ]
         self.states = StateSlots(num_slots) if num_slots else None
-        if self.states is not None:
-            self.prefix_cache.attachments = (self.states,)
+        self.prefix_cache.attachments = [*self.windows, *([self.states] if self.states is not None else [])]
 
     @property
     def num_free_blocks(self) -> int:
         """Blocks that can be allocated: the free ones, cached or not."""
         return self.pool.num_free
+
+    @property
+    def num_growable_blocks(self) -> int:
+        """Blocks that can be allocated with a page of each window."""
+        return min([self.num_free_blocks, *(window.num_free for window in self.windows)])
+
+    @property
+    def num_released(self) -> int:
+        """Counts releases. While it is unchanged, a request that did not fit need not be checked again."""
+        return self.pool.num_released + sum(window.pages.num_released for window in self.windows)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return the blocks that ``num_tokens`` tokens take."""
@@ -90,15 +107,27 @@ class BlockManager:
         if not self.enable_prefix_caching or sequence.group.wants_prompt_logprobs:
             return PrefixMatch()
         match = self.prefix_cache.match(sequence)
-        return match if self.states is None else self._resume_at_snapshot(match, sequence)
+        return self._resumable(match, sequence) if self.prefix_cache.attachments else match
 
-    def _resume_at_snapshot(self, match: PrefixMatch, sequence: Sequence) -> PrefixMatch:
-        """Return the match with the tokens up to its last snapshot; the last token's logits must still be computed."""
-        assert self.states is not None
-        num_blocks = min(len(match.blocks), (sequence.num_tokens - 1) // self.block_size)
-        while num_blocks and not self.states.has_snapshot(match.blocks[num_blocks - 1]):
-            num_blocks -= 1
-        return replace(match, num_resumed=num_blocks * self.block_size)
+    def _resumable(self, match: PrefixMatch, sequence: Sequence) -> PrefixMatch:
+        """Return the match with the tokens that need not be computed again.
+
+        They end where every window has the pages within reach, and at a snapshot if there are states. Blocks after them
+        are computed again, but need no memory of their own, unless windows would lack their pages.
+        """
+        last_position, num_blocks, before = sequence.num_tokens - 1, len(match.blocks), -1
+        if self.states is not None:
+            num_blocks = min(num_blocks, last_position // self.block_size)  # the last token must still be computed
+        while num_blocks != before:
+            before = num_blocks
+            for window in self.windows:
+                num_blocks = window.num_resumable(match.blocks, num_blocks, last_position)
+            while self.states is not None and num_blocks and not self.states.has_snapshot(match.blocks[num_blocks - 1]):
+                num_blocks -= 1
+        num_resumed = num_blocks * self.block_size
+        if self.windows:
+            return PrefixMatch(match.blocks[:num_blocks], (), num_resumed, num_resumed)
+        return replace(match, num_resumed=num_resumed)
 
     def awaited_hash(self, sequence: Sequence) -> int | None:
         """Return the hash of the first full block that the sequence's match does not find on the device.
@@ -123,11 +152,30 @@ class BlockManager:
         if self.states is not None:
             num_resumed = match.num_resumed // self.block_size
             self.states.start(sequence, match.blocks[num_resumed - 1] if num_resumed else None)
+        if self.windows:
+            sequence.first_pages = [0] * len(self.windows)
+            for window in self.windows:
+                window.start(sequence)
 
     # --- allocation ---------------------------------------------------------------------------------------------
 
-    def num_blocks_to_grow(self, growths: Iterable[Growth]) -> int:
-        """Return how many free blocks all these sequences need to grow in one step."""
+    def can_grow(self, growths: Collection[Growth]) -> bool:
+        """Whether there are enough free blocks, and pages of each window, for all these sequences in one step."""
+        num_new = self._num_new_blocks(growths)
+        matches = [(growth.match, growth.sequence) for growth in growths if growth.match is not None]
+        if num_new + sum(match.num_free_taken for match, _ in matches) > self.num_free_blocks:
+            return False
+        for window in self.windows:
+            taken = sum(
+                window.num_free_taken(match.blocks, min(match.num_resumed, sequence.num_tokens - 1))
+                for match, sequence in matches
+            )
+            if num_new + taken > window.num_free:
+                return False
+        return True
+
+    def _num_new_blocks(self, growths: Iterable[Growth]) -> int:
+        """Return how many blocks, copies included, these sequences need beyond those that they have or match."""
         needed = 0
         writers: Counter[int] = Counter()
         for growth in growths:
@@ -137,7 +185,6 @@ class BlockManager:
                 continue
             if growth.match is not None:
                 held = growth.match.num_blocks
-                needed += growth.match.num_free_taken
             elif (index := self._first_written(growth.sequence)) < min(held, self.num_blocks_for(growth.end)):
                 writers[table[index]] += 1
             needed += max(0, self.num_blocks_for(growth.end) - held)
@@ -154,9 +201,11 @@ class BlockManager:
         if not sequence.block_table:
             sequence.cache_epoch = self.prefix_cache.epoch
         copy = None if sequence.is_single else self._unshare(sequence)
-        table, size = sequence.block_table, self.block_size
+        table, size, num_held = sequence.block_table, self.block_size, len(sequence.block_table)
         while len(table) * size < num_tokens:
             table.append(self._take_block().block_id)
+        for window in self.windows:
+            window.grow(sequence, num_held)
         if self.enable_prefix_caching:
             is_decode = num_tokens == sequence.num_computed_tokens + 1 and num_tokens > sequence.num_prompt_tokens
             # By the block's number, so that sequences which started together publish in different steps.
@@ -182,21 +231,31 @@ class BlockManager:
             if (block := self.prefix_cache.holder(sequence, position // size - 1)) is not None:
                 self.states.save(sequence, position, block)
 
+    def slide(self, sequence: Sequence) -> None:
+        """Release the pages that are beyond the reach of the sequence's next token; before ``can_grow``."""
+        for window in self.windows:
+            window.slide(sequence)
+
     def extend(self, sequence: Sequence, num_tokens: int) -> int:
         """Grow the block table of a decoding sequence to hold draft tokens too; return the number of blocks added.
 
         Blocks with draft tokens are not published. The caller must call ``free_draft_blocks`` after the step.
         """
         table = sequence.block_table
-        missing = self.num_blocks_for(num_tokens) - len(table)
+        num_held = len(table)
+        missing = self.num_blocks_for(num_tokens) - num_held
         for _ in range(missing):
             table.append(self._take_block().block_id)
+        for window in self.windows:
+            window.grow(sequence, num_held)
         return max(0, missing)
 
     def free_draft_blocks(self, sequence: Sequence) -> None:
         """Free the blocks that ``extend`` added and that hold none of the sequence's computed tokens."""
-        table = sequence.block_table
-        while len(table) > self.num_blocks_for(sequence.num_computed_tokens):
+        table, num_kept = sequence.block_table, self.num_blocks_for(sequence.num_computed_tokens)
+        for window in self.windows:
+            window.release(sequence, num_kept)
+        while len(table) > num_kept:
             self.pool.return_unused(self.pool.blocks[table.pop()])
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -212,6 +271,9 @@ class BlockManager:
         child.next_block_boundary = parent.next_block_boundary = 0  # the first that writes copies the block
         if self.states is not None:
             self.states.fork(parent, child)
+        child.first_pages = list(parent.first_pages)
+        for window in self.windows:
+            window.fork(child)
 
     def free(self, sequence: Sequence) -> None:
         """Release the sequence's blocks, the last block first, so that its end is evicted before its beginning."""
@@ -222,6 +284,9 @@ class BlockManager:
             self.prefix_cache.publish(sequence, sequence.num_computed_tokens)
         if self.states is not None:
             self._leave_snapshot(sequence)
+        if sequence.block_table:
+            for window in self.windows:
+                window.release(sequence)
         for block_id in reversed(sequence.block_table):
             self.pool.release(self.pool.blocks[block_id])
         sequence.block_table = []
@@ -263,6 +328,8 @@ class BlockManager:
         if shared.ref_count == 1:
             return None
         own = self._take_block()
+        for window in self.windows:
+            window.copy(shared.block_id, own.block_id)
         self.pool.release(shared)
         sequence.block_table = [*sequence.block_table[:index], own.block_id, *sequence.block_table[index + 1 :]]
         return shared.block_id, own.block_id
@@ -330,6 +397,8 @@ class BlockManager:
         self.pool.check_integrity(Counter(block_id for sequence in sequences for block_id in sequence.block_table))
         self.prefix_cache.check_integrity()
         self.host_pool.check_integrity(Counter(host_id for sequence in sequences for host_id in sequence.host_table))
+        for window in self.windows:
+            window.check_integrity(sequences)
         if self.states is not None:
             held = [block.block_id for block in self.pool.blocks if block.ref_count or block.block_hash is not None]
             self.states.check_integrity(sequences, held)

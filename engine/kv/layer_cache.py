@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-__all__ = ["KeyValue", "LayerCache", "State", "bytes_per_state", "bytes_per_token", "windows_of"]
+__all__ = ["KeyValue", "LayerCache", "State", "bytes_per_state", "bytes_per_token", "windows_of", "without_windows"]
 
 _STATE_ELEMENT_SIZE = 4
 
@@ -58,6 +58,11 @@ LayerCache = KeyValue | State
 def windows_of(layers: Iterable[LayerCache]) -> tuple[int, ...]:
     """Return the different windows of ``layers``, ascending; each has pages of its own."""
     return tuple(sorted({layer.window for layer in layers if isinstance(layer, KeyValue) and layer.window is not None}))
+
+
+def without_windows(layers: Iterable[LayerCache]) -> tuple[LayerCache, ...]:
+    """Return the declarations for an engine that keeps all keys and values, whatever the layers attend to."""
+    return tuple(replace(layer, window=None) if isinstance(layer, KeyValue) else layer for layer in layers)
 
 
 def bytes_per_token(layers: Iterable[LayerCache], element_size: int, window: int | None = None) -> int:

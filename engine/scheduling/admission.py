@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from engine.kv.block_manager import BlockManager, Growth
+from engine.kv.pool_sizes import pages_in_reach
 from engine.scheduling.group_plan import plan_group
 from engine.scheduling.request_queues import RequestQueues
 from engine.scheduling.step_builder import StepBuilder
@@ -55,7 +56,7 @@ class Admission:
             if group.status is SequenceStatus.SWAPPED:
                 blocks.swap_in(group.unfinished)
             growths = plan_group(group.unfinished, step.max_chunk(group.num_slots), blocks)
-            if blocks.num_blocks_to_grow(growths) > blocks.num_free_blocks:
+            if not blocks.can_grow(growths):
                 # Colliding hashes made blocks_to_start() too small. A waiting group waits until it runs alone: then its
                 # first sequence fits. Of a swapped one only the sequences that were swapped run in this step.
                 if group.status is SequenceStatus.WAITING:
@@ -74,11 +75,22 @@ class Admission:
             return True
         if self._is_still_blocked(group):
             return False
-        if reserve.fits(blocks_to_start(group, self._blocks) + self._watermark, self._blocks.num_free_blocks):
+        fits = reserve.fits(blocks_to_start(group, self._blocks) + self._watermark, self._blocks.num_free_blocks)
+        if fits and self._has_pages(group):
             return True
         awaited_hash = self._blocks.awaited_hash(group.unfinished[0])
-        self._blocked = _Blocked(group, self._blocks.pool.num_released, awaited_hash)
+        self._blocked = _Blocked(group, self._blocks.num_released, awaited_hash)
         return False
+
+    def _has_pages(self, group: SequenceGroup) -> bool:
+        """Whether each window has pages for what the group's next tokens reach, and for a block of all that runs."""
+        for window in self._blocks.windows:
+            most = pages_in_reach(window.window, self._blocks.block_size)
+            needed = sum(min(self._blocks.num_blocks_for(member.num_tokens), most) for member in group.unfinished)
+            reserve = len(self._queues.running) + int(WATERMARK * len(window.pages.blocks))
+            if needed + reserve > window.num_free:
+                return False
+        return True
 
     def _is_still_blocked(self, group: SequenceGroup) -> bool:
         """Whether the pool had no room for the group and nothing has changed since.
@@ -86,7 +98,7 @@ class Admission:
         This saves matching the group's prefix again in each step of a long wait.
         """
         blocked = self._blocked
-        if blocked is None or blocked.group is not group or blocked.num_released != self._blocks.pool.num_released:
+        if blocked is None or blocked.group is not group or blocked.num_released != self._blocks.num_released:
             return False
         return not self._blocks.prefix_cache.is_on_device(blocked.awaited_hash)
 

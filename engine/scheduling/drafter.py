@@ -54,7 +54,7 @@ class Drafter:
         """Add drafts to a batch that is otherwise complete, and allocate their blocks."""
         if step.token_budget < 1:
             return
-        num_blocks = self._blocks.num_free_blocks - step.max_blocks_needed()
+        num_blocks = self._blocks.num_growable_blocks - step.max_blocks_needed()
         for index, sequence in enumerate(step.running):
             if step.num_new_tokens[index] != 1 or index in step.not_sampling or not sequence.is_plain_greedy:
                 continue

@@ -31,7 +31,7 @@ class Preemption:
 
     def make_room(self, num_blocks: int, group: SequenceGroup, step: StepBuilder) -> bool:
         """Preempt requests until ``num_blocks`` blocks are free; False if ``group`` itself was preempted."""
-        while num_blocks > self._blocks.num_free_blocks:
+        while num_blocks > self._blocks.num_growable_blocks:
             if not self.preempt_for(group, step):
                 return False
         return True

@@ -233,7 +233,9 @@ class Scheduler:
         """Allocate the block of a sequence's last token if it is the first in it, unless the sequence is preempted."""
         blocks, num_tokens = self.block_manager, sequence.num_tokens
         num_lacking = int(num_tokens > len(sequence.block_table) * blocks.block_size)
-        if self._in_flight and num_lacking > blocks.num_free_blocks:
+        if num_lacking:
+            blocks.slide(sequence)
+        if self._in_flight and num_lacking > blocks.num_growable_blocks:
             self._wait_for_blocks([sequence], step)
         elif not num_lacking or self._preemption.make_room(num_lacking, sequence.group, step):
             blocks.allocate(sequence, num_tokens)
@@ -252,8 +254,10 @@ class Scheduler:
         """
         group, blocks = first.group, self.block_manager
         members = [first] if first.is_single else [member for member in self.running if member.group is group]
+        for member in members:
+            blocks.slide(member)
         growths = plan_group(members, step.max_chunk(), blocks)
-        while blocks.num_blocks_to_grow(growths) > blocks.num_free_blocks:
+        while not blocks.can_grow(growths):
             if self._in_flight:
                 self._wait_for_blocks(members, step)
                 return

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from engine.beam_search import Candidates
 from engine.kv.host_pool import BlockPair
+from engine.kv.window_pages import PageChanges
 from engine.outputs import TokenLogprobs
 from engine.sequence import Sequence, SequenceGroup
 
@@ -34,6 +35,9 @@ class SchedulerOutput:
     state_copies: list[BlockPair] = field(default_factory=list)  # (slot, slot): with those of blocks
     # The snapshots that are written while the step computes: of each sequence the tokens that each has seen, its slot.
     state_saves: dict[Sequence, list[tuple[int, int]]] = field(default_factory=dict)
+    # For each window: the blocks whose page has changed, with these pages; and copies of pages.
+    window_changes: list[PageChanges] = field(default_factory=list)
+    window_copies: list[list[BlockPair]] = field(default_factory=list)
     admitted: list[SequenceGroup] = field(default_factory=list)  # started in this step
     preempted: list[SequenceGroup] = field(default_factory=list)
     dropped: list[Sequence] = field(default_factory=list)  # ended, since the pool cannot hold all answers of a request

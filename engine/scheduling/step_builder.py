@@ -135,6 +135,10 @@ class StepBuilder:
             self._leave_out_not_sampling()
         if has_idle:
             self._leave_out_idle()
+        if not output.is_empty:  # else no rank learns of the step
+            for window in self._blocks.windows:
+                output.window_changes.append(window.take_changes())
+                output.window_copies.append(window.take_copies())
         return output
 
     def _leave_out_not_sampling(self) -> None:

@@ -18,6 +18,7 @@ import torch
 
 from engine.config import EngineConfig, EngineInfo
 from engine.errors import ConfigError
+from engine.kv.page_maps import HostPageMap
 from engine.kv.pool_sizes import PoolSizes, smallest
 from engine.models.config.model_config import GenerationDefaults
 from engine.outputs import TokenLogprobs
@@ -69,7 +70,10 @@ class ModelRunner:
             )
             self.pools = self._allocate_cache()
             self._planner = StepPlanner(
-                self.block_size, *worker.block_tables.shape, has_states=self.pools.num_slots > 0
+                self.block_size,
+                *worker.block_tables.shape,
+                page_maps=[HostPageMap(self.pools.num_blocks) for _ in self.pools.num_window_pages],
+                has_states=self.pools.num_slots > 0,
             )
         except BaseException:
             self.close()
@@ -174,7 +178,7 @@ class ModelRunner:
             bytes_per_block = page_sizes.block * self.config.tensor_parallel_size
             num_host_blocks = host_blocks_for(self.config.swap_space_gib, bytes_per_block)
         elif self.config.swap_space_gib:
-            logger.warning("swap_space_gib is not used: this model has sliding windows or states")
+            logger.warning("swap_space_gib is not used: states of recurrent layers are not swapped")
         pools = replace(pools, num_host_blocks=num_host_blocks)
         self.workers.call("allocate", pools)
         self.workers.call("capture_graphs")

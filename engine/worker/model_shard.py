@@ -15,6 +15,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.kv.block_tables import BlockTables
 from engine.kv.kv_cache import KVCache
+from engine.kv.layer_cache import LayerCache, without_windows
 from engine.kv.pool_sizes import PageSizes, PoolSizes
 from engine.models.adapter.decoder import TransformersDecoder
 from engine.models.adapter.loader import load_transformers_decoder
@@ -166,7 +167,8 @@ class ModelShard:
 
     def forward(self, model_input: ModelInput, kv_cache: KVCache) -> torch.Tensor:
         """Return the hidden states [num_tokens, hidden_size] of a batch, whose keys and values go to ``kv_cache``."""
-        context = ForwardContext(self.backend, model_input.metadata, kv_cache, model_input.recurrent)
+        windows = dict(zip(kv_cache.windows, model_input.windows, strict=True))
+        context = ForwardContext(self.backend, model_input.metadata, kv_cache, windows, model_input.recurrent)
         hidden: torch.Tensor = self.model(model_input.token_ids, model_input.positions, context)
         return hidden
 
@@ -206,9 +208,16 @@ class ModelShard:
         return self.model.num_bytes
 
     @property
+    def layer_caches(self) -> tuple[LayerCache, ...]:
+        """What the layers cache, with a window where pages beyond it are freed."""
+        if self.config.swap_space_gib or (self.device.type != "cpu" and not self.config.enforce_eager):
+            return without_windows(self.model.layer_caches)  # swapping and CUDA graphs know pages of blocks only
+        return self.model.layer_caches
+
+    @property
     def page_sizes(self) -> PageSizes:
         """Sizes of the pages of this rank's KV cache."""
-        return PageSizes.of(self.model.layer_caches, self.block_size, self.dtype.itemsize)
+        return PageSizes.of(self.layer_caches, self.block_size, self.dtype.itemsize)
 
     @property
     def num_preallocated_tokens(self) -> int:
@@ -226,7 +235,7 @@ class ModelShard:
     def make_cache(self, sizes: PoolSizes | None = None) -> KVCache:
         """Return a KV cache for what the model's layers declare; None: of one page in each pool."""
         return KVCache(
-            self.model.layer_caches,
+            self.layer_caches,
             sizes or self.page_sizes.one_page_each,
             block_size=self.block_size,
             dtype=self.dtype,

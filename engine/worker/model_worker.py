@@ -16,6 +16,7 @@ import torch
 from engine.config import EngineConfig
 from engine.kv.block_tables import BlockTables
 from engine.kv.kv_cache import KVCache
+from engine.kv.page_maps import PageMap
 from engine.kv.pool_sizes import PoolSizes
 from engine.models.decoder.cpu_decoder import CpuDecoder
 from engine.models.tensor_parallel import TensorParallel
@@ -40,6 +41,7 @@ class ModelWorker:
         graphs: the CUDA graphs of decodes.
         kv_cache: the KV cache, after ``allocate``.
         block_tables: the block tables of the last plan's batch, after ``allocate``.
+        page_maps: the pages that hang on blocks, of each sliding window, after ``allocate``.
 
     Raises:
         ConfigError: if an option does not fit the model, the backend or the machine.
@@ -48,6 +50,7 @@ class ModelWorker:
 
     kv_cache: KVCache
     block_tables: BlockTables
+    page_maps: list[PageMap]
 
     def __init__(self, config: EngineConfig, rank: int = 0) -> None:
         self.config = config
@@ -101,7 +104,7 @@ class ModelWorker:
             plan.take_sampled(graph.inputs.token_ids, sampled)
             hidden = graph.replay()
             return self.shard.model.compute_logits(hidden, logit_indices) if len(logit_indices) else None
-        model_input = plan.to_device(self.block_tables, self.shard.block_size)
+        model_input = plan.to_device(self.block_tables, self.shard.block_size, self.page_maps)
         plan.take_sampled(model_input.token_ids, sampled)
         hidden = self.shard.forward(model_input, self.kv_cache)
         if len(plan.prompt_logit_indices):
@@ -116,6 +119,9 @@ class ModelWorker:
             blocks.swap_in(plan.swap_in)
         if plan.block_copies:
             blocks.copy(plan.block_copies)
+        for pool, window in zip(self.kv_cache.windows.values(), plan.windows, strict=True):
+            if window.copies:
+                pool.copy(window.copies)
         if plan.state_copies:
             self.kv_cache.slots.copy(plan.state_copies)
 
@@ -166,6 +172,7 @@ class ModelWorker:
             shard.model.reserve(min(shard.num_preallocated_tokens, sizes.num_blocks * shard.block_size))
         self.kv_cache = shard.make_cache(sizes)
         self.block_tables = shard.make_tables(sizes.num_blocks)
+        self.page_maps = [PageMap(sizes.num_blocks, shard.device) for _ in sizes.num_window_pages]
 
     def capture_graphs(self) -> None:
         """Capture the graphs of decodes, with the KV cache and block tables that ``allocate`` has made."""

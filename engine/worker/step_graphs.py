@@ -49,8 +49,8 @@ class StepGraphs:
             return "their capture with the collectives of tensor-parallel ranks has not been tested"
         if not isinstance(self._shard.model, Decoder):
             return "the modules of transformers may wait for the GPU"
-        if self._shard.page_sizes.slot:
-            return "the states of recurrent layers are not part of them yet"
+        if not self._shard.page_sizes.are_blocks_alone:
+            return "states of recurrent layers are not part of them yet"
         return None
 
     def find(self, plan: StepPlan) -> DecodeGraph | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -11,12 +12,13 @@ import torch
 
 from engine.kv.block_tables import BlockTables, TableChanges
 from engine.kv.host_pool import BlockPair
+from engine.kv.page_maps import PageMap
 from kernels.attention_metadata import AttentionMetadata
 from kernels.cache.pending_tokens import take_pending_tokens
 from kernels.device_copy import to_device_together
 from kernels.recurrent.metadata import RecurrentMetadata
 
-__all__ = ["ModelInput", "RecurrentPlan", "StepPlan"]
+__all__ = ["ModelInput", "RecurrentPlan", "StepPlan", "WindowPlan"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,17 @@ class ModelInput:
     metadata: AttentionMetadata
     logit_indices: torch.Tensor  # int64 [num_sampled + num_draft_tokens]: tokens whose logits the sampler needs
     prompt_logit_indices: torch.Tensor  # int64 [n]: prompt tokens whose logits give the next one's log-probability
+    windows: tuple[AttentionMetadata, ...] = ()  # as ``metadata``, of the pages of each sliding window
     recurrent: RecurrentMetadata | None = None  # for layers with states
+
+
+class WindowPlan(NamedTuple):
+    """What a step does with the pages of one sliding window."""
+
+    slot_mapping: npt.NDArray[np.int64]  # as the step's, of pages
+    changed_blocks: npt.NDArray[np.int64]  # have another page now; see PageMap
+    changed_pages: npt.NDArray[np.int32]
+    copies: list[BlockPair]  # of pages, before the forward pass
 
 
 class RecurrentPlan(NamedTuple):
@@ -67,10 +79,11 @@ class StepPlan:
     swap_in: list[BlockPair]
     block_copies: list[BlockPair]
     state_copies: list[BlockPair]
+    windows: list[WindowPlan]  # of each sliding window, ascending
     recurrent: RecurrentPlan | None  # None: the model has no states
 
-    def to_device(self, block_tables: BlockTables, block_size: int) -> ModelInput:
-        """Copy the arrays to the device of the rank's block tables, and write the changes of these."""
+    def to_device(self, block_tables: BlockTables, block_size: int, page_maps: Sequence[PageMap] = ()) -> ModelInput:
+        """Copy the arrays to the device of the rank's block tables, and write the changes of these and of the maps."""
         arrays = (
             self.token_ids,
             self.positions,
@@ -95,17 +108,22 @@ class StepPlan:
             prompt_logit_indices,
         ) = to_device_together(arrays, block_tables.device)
         block_tables.write(changed_entries, changed_block_ids)
+        metadata = AttentionMetadata(
+            slot_mapping=slot_mapping,
+            cu_seqlens_q=cu_seqlens_q,
+            seq_lens=seq_lens,
+            block_tables=block_tables.select(table_rows, -(-self.max_seq_len // block_size)),
+            num_decodes=self.num_decodes,
+            max_query_len=self.max_query_len,
+            max_seq_len=self.max_seq_len,
+        )
         return ModelInput(
             token_ids=token_ids,
             positions=positions,
-            metadata=AttentionMetadata(
-                slot_mapping=slot_mapping,
-                cu_seqlens_q=cu_seqlens_q,
-                seq_lens=seq_lens,
-                block_tables=block_tables.select(table_rows, -(-self.max_seq_len // block_size)),
-                num_decodes=self.num_decodes,
-                max_query_len=self.max_query_len,
-                max_seq_len=self.max_seq_len,
+            metadata=metadata,
+            windows=tuple(
+                _window_metadata(metadata, plan, page_map)
+                for plan, page_map in zip(self.windows, page_maps, strict=True)
             ),
             logit_indices=logit_indices,
             prompt_logit_indices=prompt_logit_indices,
@@ -127,3 +145,10 @@ class StepPlan:
         if self.num_pending:
             assert sampled is not None, "the plan takes tokens of a last step that has sampled none"
             take_pending_tokens(token_ids[: self.num_decodes], sampled)
+
+
+def _window_metadata(metadata: AttentionMetadata, plan: WindowPlan, page_map: PageMap) -> AttentionMetadata:
+    """Return a step's metadata for the layers of one window."""
+    slot_mapping, blocks, pages = to_device_together(plan[:3], metadata.seq_lens.device)
+    page_map.write(blocks, pages)
+    return replace(metadata, slot_mapping=slot_mapping, block_tables=page_map.look_up(metadata.block_tables))

@@ -6,15 +6,17 @@ ranks, and only their changes are sent.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as GenericSequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.kv.block_tables import TableTracker
+from engine.kv.page_maps import HostPageMap
 from engine.scheduling.scheduler_output import SchedulerOutput
 from engine.sequence import Sequence
-from engine.worker.step_plan import RecurrentPlan, StepPlan
+from engine.worker.step_plan import RecurrentPlan, StepPlan, WindowPlan
 
 __all__ = ["StepPlanner"]
 
@@ -28,11 +30,21 @@ class StepPlanner:
         block_size: tokens per block.
         num_rows: sequences in a batch, at most.
         max_blocks: blocks of a sequence, at most.
+        page_maps: of each sliding window of the model.
         has_states: whether the model has recurrent layers.
     """
 
-    def __init__(self, block_size: int, num_rows: int, max_blocks: int, *, has_states: bool = False) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        num_rows: int,
+        max_blocks: int,
+        *,
+        page_maps: GenericSequence[HostPageMap] = (),
+        has_states: bool = False,
+    ) -> None:
         self._block_size = block_size
+        self._page_maps = page_maps
         self._has_states = has_states
         self._tracker = TableTracker(num_rows, max_blocks)
         self._last_sampling: list[Sequence] = []  # the sequences that sample in the last planned step
@@ -67,12 +79,15 @@ class StepPlanner:
             swap_in=output.swap_in,
             block_copies=output.block_copies,
             state_copies=output.state_copies,
+            windows=self._windows(output, slots),
             recurrent=_recurrent_plan(output, batch) if self._has_states else None,
         )
 
     def forget_ranks(self) -> None:
         """Plan the next step for ranks that may not have executed the last plan, as after an error."""
         self._tracker.forget()
+        for page_map in self._page_maps:
+            page_map.forget()
         self._last_sampling = []
 
     def _slots(self, batch: _Batch, table_rows: _Ids) -> tuple[_Ids, _Ids]:
@@ -91,6 +106,18 @@ class StepPlanner:
                 first, end = batch.cu_seqlens[index : index + 2]
                 slots[first : min(first + num_rewritten, end)] = -1
         return positions, slots
+
+    def _windows(self, output: SchedulerOutput, slots: _Ids) -> list[WindowPlan]:
+        """Return what the step does with the pages of each window."""
+        return [
+            WindowPlan(page_map.slots(slots, self._block_size), *changes, copies)
+            for page_map, changes, copies in [
+                (page_map, page_map.update(*changes), copies)
+                for page_map, changes, copies in zip(
+                    self._page_maps, output.window_changes, output.window_copies, strict=True
+                )
+            ]
+        ]
 
     def _expect_rejected_drafts(self, output: SchedulerOutput) -> None:
         """Prepare for the blocks that hold only draft tokens, some of which are freed after the step."""

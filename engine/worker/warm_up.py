@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
 
+from engine.kv.kv_cache import KVCache
 from engine.sampling.sampler import Sampler
 from engine.worker.model_shard import PROMPT_LOGITS_AT_ONCE, ModelShard
+from engine.worker.step_plan import ModelInput
 from engine.worker.warm_up_steps import largest_step, one_sequence
 from kernels.cache.pending_tokens import take_pending_tokens
 
@@ -31,7 +34,7 @@ class WarmUp:
             cache = shard.make_cache()
             for query_len, seq_len in batches:
                 step = one_sequence(query_len, seq_len, block_size=shard.block_size, device=shard.device)
-                shard.forward(step, cache)
+                shard.forward(_with_windows(step, cache), cache)
 
     def run_largest_step(self) -> None:
         """Run and sample the largest step once, so that torch records the peak of memory that it takes."""
@@ -47,7 +50,8 @@ class WarmUp:
         sampler = Sampler(shard.model_config.vocab_size, shard.device)
 
         torch.cuda.reset_peak_memory_stats(shard.device)
-        hidden = shard.forward(model_input, shard.make_cache())
+        cache = shard.make_cache()
+        hidden = shard.forward(_with_windows(model_input, cache), cache)
         compute_logprobs = partial(sampler.warm_up_prompt_logprobs, max_logprobs=shard.config.max_logprobs)
         shard.compute_prompt_logits(hidden, model_input.prompt_logit_indices, compute_logprobs)
         if (logits := shard.model.compute_logits(hidden, model_input.logit_indices)) is not None:
@@ -58,3 +62,8 @@ class WarmUp:
             del after_drafts
         token_ids = torch.full((1,), -1, device=shard.device)
         take_pending_tokens(token_ids, torch.zeros_like(token_ids))
+
+
+def _with_windows(step: ModelInput, cache: KVCache) -> ModelInput:
+    """Return the step for a cache with pages of windows, of which it uses the same as of blocks: the first."""
+    return replace(step, windows=(step.metadata,) * len(cache.windows))

@@ -162,7 +162,7 @@ class CLayer(ctypes.Structure):
 class CLayerCache(ctypes.Structure):
     """``pagoda_layer_cache``."""
 
-    _fields_ = _fields(_POINTER, "keys", "values", "conv_state", "state")
+    _fields_ = _fields(_POINTER, "keys", "values", "slot_mapping", "block_tables", "conv_state", "state")
 
 
 class CLimits(ctypes.Structure):
@@ -175,8 +175,7 @@ class CStep(ctypes.Structure):
     """``pagoda_step``."""
 
     _fields_ = (
-        *_fields(_POINTER, "hidden", "addend", "positions", "slot_mapping"),
-        *_fields(_POINTER, "cu_seqlens_q", "seq_lens", "block_tables"),
+        *_fields(_POINTER, "hidden", "addend", "positions", "cu_seqlens_q", "seq_lens"),
         *_fields(_INT32, "num_tokens", "num_seqs", "max_blocks", "block_size"),
         *_fields(_SEQUENCES, "sequences"),
         *_fields(_POINTER, "words", "row_scales", "wide", "query", "attended", "mixed"),

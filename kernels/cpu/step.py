@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -30,6 +30,7 @@ class CpuStep:
         scratch: grows to the step's size if necessary.
         addend: like ``hidden``; if given, the halves write there what tensor-parallel ranks must sum and add.
         recurrent: the step's batch for layers with states.
+        windows: as ``metadata``, of the pages of sliding windows; layers with another window use those of ``metadata``.
     """
 
     def __init__(
@@ -41,13 +42,18 @@ class CpuStep:
         scratch: Scratch,
         addend: torch.Tensor | None = None,
         recurrent: RecurrentMetadata | None = None,
+        windows: Mapping[int, AttentionMetadata] | None = None,
     ) -> None:
         scratch.reserve(hidden.shape[0])
-        block_tables = metadata.block_tables
+        self._metadata = {0: metadata, **(windows or {})}  # by window, 0: none
         assert hidden.is_contiguous()
-        assert block_tables.is_contiguous()
-        assert block_tables.dtype == metadata.cu_seqlens_q.dtype == metadata.seq_lens.dtype == torch.int32
-        assert positions.dtype == metadata.slot_mapping.dtype == torch.int64
+        assert metadata.cu_seqlens_q.dtype == metadata.seq_lens.dtype == torch.int32
+        assert positions.dtype == torch.int64
+        for paged in self._metadata.values():
+            assert paged.block_tables.is_contiguous()
+            assert paged.block_tables.dtype == torch.int32
+            assert paged.slot_mapping.dtype == torch.int64
+            assert paged.block_tables.shape == metadata.block_tables.shape
         # The structure holds addresses only, so these tensors must live as long as it does.
         sequences = None if recurrent is None else CpuSequences(recurrent)
         self._kept = (hidden, positions, metadata, addend, sequences, scratch)
@@ -55,13 +61,11 @@ class CpuStep:
             hidden.data_ptr(),
             address(addend),
             positions.data_ptr(),
-            metadata.slot_mapping.data_ptr(),
             metadata.cu_seqlens_q.data_ptr(),
             metadata.seq_lens.data_ptr(),
-            block_tables.data_ptr(),
             hidden.shape[0],
             metadata.num_seqs,
-            block_tables.shape[1],
+            metadata.block_tables.shape[1],
             block_size,
             None if sequences is None else ctypes.pointer(sequences.c_sequences),
             scratch.words.data_ptr(),
@@ -71,6 +75,11 @@ class CpuStep:
             scratch.attended.data_ptr(),
             scratch.mixed.data_ptr(),
         )
+
+    def paging(self, layer: PackedLayer) -> tuple[int, int]:
+        """Return where the slots and the block tables of a layer's keys and values are."""
+        metadata = self._metadata.get(layer.c_layer.sliding_window, self._metadata[0])
+        return metadata.slot_mapping.data_ptr(), metadata.block_tables.data_ptr()
 
 
 def mixer_half(layer: PackedLayer, step: CpuStep, caches: Iterable[Sequence[torch.Tensor]]) -> None:
@@ -85,7 +94,7 @@ def mixer_half(layer: PackedLayer, step: CpuStep, caches: Iterable[Sequence[torc
             layer the states of `kernels.recurrent.base.RecurrentOps`, that of the convolution first. Of an iterator
             those of this layer are taken.
     """
-    require().pagoda_mixer_half(layer.c_layer, step.c_step, CLayerCache(*_addresses(layer, iter(caches))))
+    require().pagoda_mixer_half(layer.c_layer, step.c_step, CLayerCache(*_addresses(layer, step, iter(caches))))
 
 
 def mlp_half(layer: PackedLayer, step: CpuStep) -> None:
@@ -120,17 +129,19 @@ def all_layers(layers: Sequence[PackedLayer], step: CpuStep, caches: Sequence[Se
     process would delay a step at every layer.
     """
     remaining = iter(caches)
-    c_caches = (CLayerCache * len(layers))(*(CLayerCache(*_addresses(layer, remaining)) for layer in layers))
+    c_caches = (CLayerCache * len(layers))(*(CLayerCache(*_addresses(layer, step, remaining)) for layer in layers))
     require().pagoda_layers(pointers([layer.c_layer for layer in layers]), len(layers), step.c_step, c_caches)
 
 
-def _addresses(layer: PackedLayer, caches: Iterator[Sequence[torch.Tensor]]) -> tuple[int | None, ...]:
-    """Return where a layer's keys, values, convolution's state and other state are; takes its own from ``caches``."""
-    keys, values = [part.data_ptr() for part in next(caches)] if layer.has_attention else (None, None)
+def _addresses(layer: PackedLayer, step: CpuStep, caches: Iterator[Sequence[torch.Tensor]]) -> list[int | None]:
+    """Return the fields of a layer's CLayerCache; takes the layer's own from ``caches``."""
+    attention: list[int | None] = [None] * 4
+    if layer.has_attention:
+        attention = [*(part.data_ptr() for part in next(caches)), *step.paging(layer)]
     if layer.recurrent is None:
-        return keys, values, None, None
+        return [*attention, None, None]
     conv_state, *rest = next(caches)
-    return keys, values, conv_state.data_ptr(), rest[0].data_ptr() if rest else None
+    return [*attention, conv_state.data_ptr(), rest[0].data_ptr() if rest else None]
 
 
 def logits(

@@ -10,10 +10,12 @@ import torch
 
 from engine.engine import Engine
 from engine.kv.block_tables import BlockTables
+from engine.kv.page_maps import HostPageMap, PageMap
 from engine.scheduling.scheduler_output import SchedulerOutput
 from engine.sequence import Sequence
 from engine.worker.step_plan import ModelInput
 from engine.worker.step_planner import StepPlanner
+from kernels.recurrent.metadata import RecurrentMetadata
 from tests.engine.shadow import ShadowRunner
 
 __all__ = ["PlanChecks", "packed"]
@@ -28,7 +30,14 @@ class PlanChecks:
         max_blocks = min(-(-info.max_model_len // info.block_size), info.num_blocks)
         shape = (engine.scheduler.max_num_running, max_blocks)
         self._block_size = info.block_size
-        self._planner = StepPlanner(info.block_size, *shape)
+        self._windows = engine.block_manager.windows
+        self._planner = StepPlanner(
+            info.block_size,
+            *shape,
+            page_maps=[HostPageMap(info.num_blocks) for _ in self._windows],
+            has_states=info.num_slots > 0,
+        )
+        self._page_maps = [PageMap(info.num_blocks, torch.device("cpu")) for _ in self._windows]
         self._tables = BlockTables(*shape, torch.device("cpu"))
 
     def check(self, output: SchedulerOutput) -> None:
@@ -40,12 +49,46 @@ class PlanChecks:
             output.block_copies,
         )
         if output.sequences:
-            step = plan.to_device(self._tables, self._block_size)
+            step = plan.to_device(self._tables, self._block_size, self._page_maps)
             assert plan.num_pending == int((plan.token_ids < 0).sum())
             plan.take_sampled(step.token_ids, torch.tensor(self._runner.sampled_ids, dtype=torch.int64))
             expected = packed(output, self._block_size, self._runner.tokens)
             for name, values in expected.items():
                 assert _values(step, name) == values, f"{name} of the plan is wrong"
+            self._check_windows(output, step)
+            if step.recurrent is not None:
+                self._check_states(output, step, step.recurrent)
+
+    def _check_windows(self, output: SchedulerOutput, step: ModelInput) -> None:
+        """Compare each window's slots, and the pages within reach of the step's tokens, with the block manager's."""
+        size = self._block_size
+        for window, metadata in zip(self._windows, step.windows, strict=True):
+            pages = {block_id: page.block_id for block_id, page in window._page_of.items()}
+            slots = step.metadata.slot_mapping.tolist()
+            expected = [-1 if slot < 0 else pages[slot // size] * size + slot % size for slot in slots]
+            assert metadata.slot_mapping.tolist() == expected, "slots of a window are wrong"
+            order = sorted(range(len(output.sequences)), key=lambda index: not _is_decode(output, index))
+            for row, index in zip(metadata.block_tables.tolist(), order, strict=True):
+                sequence = output.sequences[index]
+                first = window.first_block(sequence.num_computed_tokens)
+                held = [pages[block_id] for block_id in sequence.block_table[first:]]
+                assert row[first:][: len(held)] == held[: len(row) - first], "pages of a window are wrong"
+
+    def _check_states(self, output: SchedulerOutput, step: ModelInput, states: RecurrentMetadata) -> None:
+        """Compare where the states are, and after which tokens they are saved, with what was scheduled."""
+        order = sorted(range(len(output.sequences)), key=lambda index: not _is_decode(output, index))
+        sequences = [output.sequences[index] for index in order]
+        assert states.slots.tolist() == [sequence.state_slot for sequence in sequences]
+        assert states.starts.tolist() == [sequence.num_computed_tokens == 0 for sequence in sequences]
+        assert states.num_decodes == step.metadata.num_decodes
+        starts = step.metadata.cu_seqlens_q.tolist()
+        expected = [
+            (start + num_tokens - sequence.num_computed_tokens - 1, slot)
+            for start, sequence in zip(starts, sequences, strict=False)
+            for num_tokens, slot in output.state_saves.get(sequence, ())
+        ]
+        saves = list(zip(states.save_tokens.tolist(), states.save_slots.tolist(), strict=True))
+        assert saves == sorted(expected), "a state is saved after another token"
 
 
 def packed(

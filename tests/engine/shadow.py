@@ -83,6 +83,8 @@ class ShadowRunner:
         self.block_size = info.block_size
         self.slots: dict[int, int] = {}
         self.host_slots: dict[int, int] = {}
+        self.page_maps: list[dict[int, int]] = [{} for _ in info.windows]  # of each window: the page of each block
+        self.window_slots: list[dict[int, int]] = [{} for _ in info.windows]
         self.states: dict[int, int] = {}  # the prefix that the state in each slot has seen
         self.ids = PrefixIds()
         self.num_steps = 0
@@ -111,6 +113,8 @@ class ShadowRunner:
         ]
         if self.info.num_slots:
             self._run_states(output, chains)
+        for index in range(len(self.info.windows)):
+            self._run_window(index, output, chains)
         written: set[int] = set()
         for sequence, count, chain in zip(output.sequences, output.num_new_tokens, chains, strict=True):
             assert count >= 1, "a scheduled sequence has an empty query"
@@ -145,6 +149,30 @@ class ShadowRunner:
             if held is not None:
                 target[slot] = held
         self.num_copied[name] += len(pairs)
+
+    def _run_window(self, index: int, output: SchedulerOutput, chains: list[list[int]]) -> None:
+        """Do for the pages of a window what ``run`` does for blocks; only what is within reach is read."""
+        window, slots, pages = self.info.windows[index][0], self.window_slots[index], self.page_maps[index]
+        pages |= dict(zip(*(part.tolist() for part in output.window_changes[index]), strict=True))
+        self._copy("copied page", output.window_copies[index], slots, slots)
+
+        def slot(sequence: Sequence, position: int) -> int:
+            page = pages[sequence.block_table[position // self.block_size]]
+            assert 0 <= page < self.info.windows[index][1]
+            return page * self.block_size + position % self.block_size
+
+        written: set[int] = set()
+        for sequence, count, chain in zip(output.sequences, output.num_new_tokens, chains, strict=True):
+            start = sequence.num_computed_tokens
+            for position in range(max(start, sequence.num_matched_tokens), start + count):
+                assert slot(sequence, position) not in written, "two tokens are written to one slot of a window"
+                written.add(slot(sequence, position))
+                slots[slot(sequence, position)] = chain[position]
+        for sequence, count, chain in zip(output.sequences, output.num_new_tokens, chains, strict=True):
+            start = sequence.num_computed_tokens
+            for position in range(max(0, start - window + 1), start + count):
+                held = slots.get(slot(sequence, position))
+                assert held == chain[position], f"{sequence.request_id} reads foreign KV of a window at {position}"
 
     def _run_states(self, output: SchedulerOutput, chains: list[list[int]]) -> None:
         """Make the copies of states, check the state of every sequence, and let it see the step's tokens."""
@@ -280,6 +308,7 @@ def make_engine(
     block_size: int = 4,
     max_model_len: int = 512,
     num_host_blocks: int = 0,
+    windows: tuple[tuple[int, int], ...] = (),
     num_slots: int = 0,
     sink: MetricSink | None = None,
     on_kv_events: Callable[[KVEventBatch], None] | None = None,
@@ -304,6 +333,7 @@ def make_engine(
         default_sampling={},
         free_tokens=free_tokens,
         num_slots=num_slots,
+        windows=windows,
     )
     runner = ShadowRunner(info)
     return Engine(config, runner, sink, on_kv_events), runner

@@ -134,16 +134,17 @@ class ModelConfig(ModelShape):
     @property
     def layer_caches(self) -> tuple[LayerCache, ...]:
         """What the layers cache, one after another: an attention layer keys and values, a recurrent one a state."""
-        return tuple(cache for mixer in self.mixers for cache in self._caches_of(mixer))
+        return tuple(cache for layer in range(self.num_layers) for cache in self._caches_of(layer))
 
     def first_cache(self, layer: int) -> int:
         """Return the index in ``layer_caches`` of the first cache of a layer."""
-        return sum(len(self._caches_of(mixer)) for mixer in self.mixers[:layer])
+        return sum(len(self._caches_of(before)) for before in range(layer))
 
-    def _caches_of(self, mixer: Mixer) -> list[LayerCache]:
-        caches: list[LayerCache] = []
+    def _caches_of(self, layer: int) -> list[LayerCache]:
+        mixer, caches = self.mixers[layer], list[LayerCache]()
         if mixer in ("attention", "both"):
-            caches.append(KeyValue(self.num_kv_heads, self.head_dim, self.head_dim))
+            window = self.sliding_windows[layer]
+            caches.append(KeyValue(self.num_kv_heads, self.head_dim, self.head_dim, window))
         if mixer in ("recurrent", "both"):
             assert self.recurrent is not None
             caches.append(self.recurrent.state)

@@ -43,14 +43,13 @@ class Attention(nn.Module):
     def forward(self, hidden: torch.Tensor, rotation: Rotation | None, context: ForwardContext) -> torch.Tensor:
         """Map ``hidden`` [num_tokens, hidden_size] to the same shape; first stores its keys and values."""
         key_cache, value_cache = context.kv_cache.layers[self.cache]
-        cache = LayerCache(key_cache, value_cache, context.metadata.slot_mapping)
+        metadata = context.metadata_for(self.sliding_window)
+        cache = LayerCache(key_cache, value_cache, metadata.slot_mapping)
         # All keys of the step are written before any is read: sequences of one step may share a block it fills.
         gate_and_qkv = self.qkv_proj(hidden)
         qkv = gate_and_qkv[:, self.gate_width :]
         query = self.ops.rotate_and_store(qkv, self.q_norm, self.k_norm, rotation, cache)
-        inputs = AttentionInputs(
-            query, key_cache, value_cache, context.metadata, self.scale, self.sliding_window, self.softcap
-        )
+        inputs = AttentionInputs(query, key_cache, value_cache, metadata, self.scale, self.sliding_window, self.softcap)
         attended = context.backend.forward(inputs).flatten(1)
         if self.gate_width:
             attended = attended * torch.sigmoid(gate_and_qkv[:, : self.gate_width])

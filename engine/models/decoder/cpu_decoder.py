@@ -141,7 +141,9 @@ class CpuDecoder:
         hidden = self._embed(token_ids)
         addend = torch.empty_like(hidden) if self.parallel.size > 1 else None
         block_size = context.kv_cache.block_size
-        step = CpuStep(hidden, positions, context.metadata, block_size, self._scratch, addend, context.recurrent)
+        step = CpuStep(
+            hidden, positions, context.metadata, block_size, self._scratch, addend, context.recurrent, context.windows
+        )
         if addend is None:
             all_layers(self.layers, step, context.kv_cache.layers)
             return hidden

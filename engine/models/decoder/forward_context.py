@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from engine.kv.kv_cache import KVCache
 from kernels.attention.base import AttentionBackend
@@ -18,10 +19,16 @@ class ForwardContext:
 
     Attributes:
         kv_cache: whose ``layers`` are the caches that the model declares, in that order.
+        windows: as ``metadata``, of the pages of each sliding window that has pages of its own.
         recurrent: the step's batch for layers with states; None if the model has none.
     """
 
     backend: AttentionBackend
     metadata: AttentionMetadata
     kv_cache: KVCache
+    windows: Mapping[int, AttentionMetadata] = field(default_factory=dict)
     recurrent: RecurrentMetadata | None = None
+
+    def metadata_for(self, window: int | None) -> AttentionMetadata:
+        """Return the step's metadata for layers with this window, whose pages may be those of all layers."""
+        return self.metadata if window is None else self.windows.get(window, self.metadata)

@@ -204,7 +204,7 @@ def test_a_write_into_a_shared_block_copies_it_and_the_last_user_writes_in_place
     manager = BlockManager(8, 4)
     sequences = start_forks(manager, list(range(6)), n=3)
     full, half_full = sequences[0].block_table
-    assert manager.num_blocks_to_grow([Growth(sequence, 7) for sequence in sequences]) == 2
+    assert manager._num_new_blocks([Growth(sequence, 7) for sequence in sequences]) == 2
     copies = [manager.allocate(sequence, 7) for sequence in sequences]
     assert copies == [(half_full, sequences[0].block_table[1]), (half_full, sequences[1].block_table[1]), None]
     assert sequences[2].block_table == [full, half_full]
@@ -216,7 +216,7 @@ def test_a_write_into_a_shared_block_copies_it_and_the_last_user_writes_in_place
 def test_forks_at_the_end_of_a_block_copy_nothing() -> None:
     manager = BlockManager(8, 4)
     sequences = start_forks(manager, list(range(8)), n=3)
-    assert manager.num_blocks_to_grow([Growth(sequence, 9) for sequence in sequences]) == 3
+    assert manager._num_new_blocks([Growth(sequence, 9) for sequence in sequences]) == 3
     assert [manager.allocate(sequence, 9) for sequence in sequences] == [None] * 3
     assert manager.pool.counts().used == 5
 

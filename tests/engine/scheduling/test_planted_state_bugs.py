@@ -1,8 +1,6 @@
-"""The random load detects planted bugs of the states of recurrent layers and of their snapshots."""
+"""The random load detects planted bugs of recurrent layers' states, of their snapshots, and of sliding windows."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import pytest
 
@@ -10,6 +8,7 @@ from engine.kv.block_manager import BlockManager
 from engine.kv.block_pool import Block
 from engine.kv.prefix_cache import PrefixMatch
 from engine.kv.state_slots import StateSlots
+from engine.kv.window_pages import WindowPages
 from engine.scheduling.drafter import Drafter
 from engine.sequence import Sequence
 from tests.engine.scheduling.planted_bugs import Plant, assert_found
@@ -38,10 +37,10 @@ def test_a_state_that_is_not_copied_on_a_fork_is_detected() -> None:
 
 def test_a_hit_beyond_the_last_snapshot_is_detected() -> None:
     def resume(manager: BlockManager, match: PrefixMatch, sequence: Sequence) -> PrefixMatch:
-        return replace(match, num_resumed=min(match.num_tokens, sequence.num_tokens - 1))
+        return match
 
     def plant(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(BlockManager, "_resume_at_snapshot", resume)
+        patch.setattr(BlockManager, "_resumable", resume)
         patch.setattr(StateSlots, "start", lambda states, sequence, block=None: start(states, sequence))
 
     start = StateSlots.start
@@ -94,3 +93,55 @@ def plant_a_late_restore(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("plant", [plant_no_restore, plant_a_late_restore])
 def test_a_state_that_has_seen_a_rejected_draft_is_detected(plant: Plant) -> None:
     assert_found(plant, FOREIGN + "|never computed", num_draft_tokens=4, **OPTIONS)
+
+
+WINDOWS = {"windows": ((5, 60), (8, 60)), "num_host_blocks": 0, "twins_share": False}
+FOREIGN_PAGE = "of a window|page|KeyError"
+
+
+def test_a_page_that_is_freed_one_block_early_is_detected() -> None:
+    first_block = WindowPages.first_block
+
+    def one_later(window: WindowPages, position: int) -> int:
+        return first_block(window, position) + (position >= window.window)
+
+    assert_found(lambda patch: patch.setattr(WindowPages, "first_block", one_later), FOREIGN_PAGE, **WINDOWS)
+
+
+def test_a_match_without_the_pages_within_reach_is_detected() -> None:
+    def all_blocks(window: WindowPages, blocks: list[Block], num_blocks: int, last_position: int) -> int:
+        return num_blocks
+
+    assert_found(
+        lambda patch: patch.setattr(WindowPages, "num_resumable", all_blocks),
+        FOREIGN_PAGE,
+        **(WINDOWS | {"enable_prefix_caching": True, "windows": ((5, 12),)}),
+    )
+
+
+def test_a_page_that_is_not_copied_on_write_is_detected() -> None:
+    def share(window: WindowPages, shared_id: int, own_id: int) -> None:
+        page = window._page_of[shared_id]
+        window._hang(own_id, page)
+
+    assert_found(lambda patch: patch.setattr(WindowPages, "copy", share), FOREIGN_PAGE + "|written", **WINDOWS)
+
+
+def test_a_change_that_no_rank_learns_of_is_detected() -> None:
+    hang = WindowPages._hang
+
+    def hang_silently(window: WindowPages, block_id: int, page: Block) -> None:
+        hang(window, block_id, page)
+        if block_id % 7 == 3:
+            window._changed.discard(block_id)
+
+    assert_found(lambda patch: patch.setattr(WindowPages, "_hang", hang_silently), FOREIGN_PAGE, **WINDOWS)
+
+
+def test_a_page_that_is_freed_while_a_fork_reads_it_is_detected() -> None:
+    def hold_nothing(window: WindowPages, child: Sequence) -> None:
+        pass
+
+    assert_found(
+        lambda patch: patch.setattr(WindowPages, "fork", hold_nothing), FOREIGN_PAGE + "|tables list it", **WINDOWS
+    )

@@ -9,6 +9,7 @@ flight while the next one is scheduled, and every answer must be the same: 5,000
 from __future__ import annotations
 
 import gc
+import random
 from collections import Counter
 
 import pytest
@@ -16,10 +17,11 @@ from hypothesis import HealthCheck, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from engine.kv.pool_sizes import pages_in_reach
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence, SequenceGroup
 from tests.engine.random_load import RandomLoad, drive
-from tests.engine.random_requests import Arrival
+from tests.engine.random_requests import Arrival, random_options
 
 MAX_TOKENS = st.integers(1, 40) | st.none()
 STOP_TOKEN_IDS = st.sampled_from([(), (3,), (1, 2, 3), tuple(range(0, 64, 8))])
@@ -251,6 +253,33 @@ LEAST_WITH_STATES = {
     "saved states": 3000,
     "evicted snapshots": 1000,
 }
+
+
+def _window_options(seed: int) -> dict[str, object]:
+    """Draw one or two windows with few pages: enough for a step and for what one to four sequences reach."""
+    options, rng = random_options(random.Random(seed)), random.Random(-seed)
+    size, budget, num_blocks = (
+        int(str(options[key])) for key in ("block_size", "max_num_batched_tokens", "num_blocks")
+    )
+    windows = sorted(rng.sample([1, 2, 3, 5, 8, 13, 20], rng.choice([1, 1, 2])))
+    pages = [rng.choice([1, 2, 4]) * pages_in_reach(window, size) * 4 + -(-budget // size) for window in windows]
+    counts = [min(num_blocks, count) for count in pages]
+    return {"windows": tuple(zip(windows, counts, strict=True)), "num_host_blocks": 0, "twins_share": False}
+
+
+@pytest.mark.parametrize("options", [{}, {"async_scheduling": True}, {"num_slots": 12}], ids=str)
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        range(3),
+        pytest.param(range(10, 40), marks=pytest.mark.long),
+        pytest.param(range(100, 250), marks=pytest.mark.exhaustive("more seeds, 100,000 steps in all")),
+    ],
+    ids=str,
+)
+def test_random_steps_with_windows(seeds: range, options: dict[str, object]) -> None:
+    for seed in seeds:
+        drive(seed, **(_window_options(seed) | options))
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 3, 6, 12, 40])

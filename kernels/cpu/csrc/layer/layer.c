@@ -32,7 +32,7 @@ static void add_attention(const pagoda_layer *layer, const pagoda_step *step, pa
     pagoda_rope_call rope = {
         .query = step->query, .key_cache = cache->keys, .value_cache = cache->values,
         .qkv = step->wide + layer->gate_width, .rope = layer->rope, .query_norm = layer->query_norm,
-        .key_norm = layer->key_norm, .positions = step->positions, .slot_mapping = step->slot_mapping,
+        .key_norm = layer->key_norm, .positions = step->positions, .slot_mapping = cache->slot_mapping,
         .stride = stride, .num_tokens = step->num_tokens, .num_heads = layer->num_heads,
         .num_kv_heads = layer->num_kv_heads, .head_dim = layer->head_dim, .is_bf16 = layer->is_bf16,
         .norms_all_heads = layer->norms_all_heads, .eps = layer->eps,
@@ -40,7 +40,7 @@ static void add_attention(const pagoda_layer *layer, const pagoda_step *step, pa
     pagoda_rope_and_store(&rope);
     pagoda_attention_call attention = {
         .output = step->attended, .query = step->query, .key_cache = cache->keys, .value_cache = cache->values,
-        .cu_seqlens_q = step->cu_seqlens_q, .seq_lens = step->seq_lens, .block_tables = step->block_tables,
+        .cu_seqlens_q = step->cu_seqlens_q, .seq_lens = step->seq_lens, .block_tables = cache->block_tables,
         .num_seqs = step->num_seqs, .max_blocks = step->max_blocks, .num_heads = layer->num_heads,
         .num_kv_heads = layer->num_kv_heads, .head_dim = layer->head_dim, .block_size = step->block_size,
         .sliding_window = layer->sliding_window, .is_bf16 = layer->is_bf16, .scale = layer->scale,

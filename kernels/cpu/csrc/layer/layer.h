@@ -51,10 +51,8 @@ typedef struct {
     float *hidden;  /* [num_tokens, hidden_size] */
     float *addend;  /* [num_tokens, hidden_size]: takes what tensor-parallel ranks must sum; NULL: hidden takes it */
     const int64_t *positions;
-    const int64_t *slot_mapping;
     const int32_t *cu_seqlens_q;
     const int32_t *seq_lens;
-    const int32_t *block_tables;
     int32_t num_tokens, num_seqs, max_blocks, block_size;
     const pagoda_sequences *sequences; /* of recurrent layers; NULL: there are none */
     /* Scratch. */
@@ -69,6 +67,8 @@ typedef struct {
 /* What a layer caches: CLayerCache in kernels/cpu/bindings.py. NULL: it has no such cache. */
 typedef struct {
     void *keys, *values;
+    const int64_t *slot_mapping; /* of the step's tokens, and block tables: of these keys and values */
+    const int32_t *block_tables;
     float *conv_state, *state; /* as pagoda_recurrent_call has them */
 } pagoda_layer_cache;
 

@@ -7,6 +7,7 @@ from itertools import accumulate
 import torch
 
 from engine.kv.kv_cache import KVCache
+from engine.kv.layer_cache import without_windows
 from engine.kv.pool_sizes import PoolSizes
 from engine.models.adapter.decoder import TransformersDecoder
 from engine.models.decoder.cpu_decoder import CpuDecoder
@@ -51,7 +52,7 @@ def packed_logits(
     """
     num_blocks = -(-max(map(len, sequences)) // BLOCK_SIZE)
     cache = KVCache(
-        decoder.layer_caches,
+        without_windows(decoder.layer_caches),
         PoolSizes(len(sequences) * num_blocks, num_slots=1 + len(sequences)),
         block_size=BLOCK_SIZE,
         dtype=dtype,
@@ -63,7 +64,11 @@ def packed_logits(
         token_ids = torch.cat([sequences[index][start:stop] for index, start, stop in step])
         positions = torch.cat([torch.arange(start, stop) for _, start, stop in step])
         metadata = _metadata(step, len(sequences), num_blocks)
-        hidden = decoder(token_ids, positions, ForwardContext(backend, metadata, cache, _recurrent(step)))
+        hidden = decoder(
+            token_ids,
+            positions,
+            ForwardContext(backend, metadata, cache, recurrent=_recurrent(step)),
+        )
         logits = decoder.compute_logits(hidden, torch.arange(len(token_ids)))
         assert logits is not None
         counts = [stop - start for _, start, stop in step]

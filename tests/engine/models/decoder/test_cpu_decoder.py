@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from engine.kv.kv_cache import KVCache
+from engine.kv.layer_cache import without_windows
 from engine.kv.pool_sizes import PoolSizes
 from engine.models.config.model_config import load_hf_config
 from engine.models.decoder import loader
@@ -63,7 +64,7 @@ def load(path: str, kind: type[Any], monkeypatch: pytest.MonkeyPatch, dtype: tor
 def logits_of_two_steps(model: Any, dtype: torch.dtype) -> torch.Tensor:
     """Compute a prefill of two sequences, then a step that continues both and starts a third one."""
     cache = KVCache(
-        model.layer_caches,
+        without_windows(model.layer_caches),
         PoolSizes(64),
         block_size=BLOCK_SIZE,
         dtype=dtype,

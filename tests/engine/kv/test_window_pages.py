@@ -1,0 +1,106 @@
+"""Pages of sliding windows: how many a sequence holds, where a match resumes, and what the maps of ranks say."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from engine.engine import Engine
+from engine.kv.page_maps import HostPageMap, PageMap
+from engine.request import EngineRequest
+from engine.sampling_params import SamplingParams
+from tests.engine.shadow import ShadowRunner, make_engine, run_to_end
+
+SIZE, WINDOW = 4, 8
+
+
+def make(num_pages: int = 40, **options: object) -> tuple[Engine, ShadowRunner]:
+    return make_engine(**{"block_size": SIZE, "windows": ((WINDOW, num_pages),), **options})  # type: ignore[arg-type]
+
+
+def ask(engine: Engine, name: str, prompt: list[int], max_tokens: int = 1) -> int:
+    """Answer a prompt; return how many of its tokens needed not be computed."""
+    group = engine.add_request(EngineRequest(name, prompt, SamplingParams(temperature=0, max_tokens=max_tokens)))
+    run_to_end(engine)
+    return group.sequences[0].num_cached_tokens
+
+
+def test_a_decode_holds_the_pages_within_reach_and_all_its_blocks() -> None:
+    engine, _ = make(enable_prefix_caching=False)
+    engine.add_request(EngineRequest("long", list(range(10)), SamplingParams(temperature=0, max_tokens=90)))
+    (window,) = engine.block_manager.windows
+    most = 0
+    while engine.has_unfinished:
+        engine.step()
+        most = max(most, window.pages.counts().used)
+        if engine.scheduler.running:
+            (sequence,) = engine.scheduler.running
+            assert len(sequence.block_table) == -(-sequence.num_computed_tokens // SIZE)
+    assert most == 3  # ceil((8 - 1) / 4) + 1
+
+
+def test_a_prefill_holds_those_of_its_chunk_too() -> None:
+    engine, _ = make(num_pages=7, max_num_batched_tokens=16)
+    ask(engine, "long", list(range(60)), max_tokens=20)
+    (window,) = engine.block_manager.windows
+    assert window.pages.counts().used == 0
+    assert window.num_evicted > 5
+
+
+def test_more_sequences_fit_than_with_all_their_pages() -> None:
+    engine, _ = make(num_pages=30, num_blocks=300, max_num_seqs=16)
+    for index in range(8):
+        prompt = [index] * 50
+        engine.add_request(EngineRequest(str(index), prompt, SamplingParams(temperature=0, max_tokens=50)))
+    most = 0
+    while engine.has_unfinished:
+        engine.step()
+        most = max(most, sum(len(sequence.block_table) for sequence in engine.scheduler.running))
+    assert most > 100
+
+
+def test_a_match_ends_where_the_pages_within_reach_are_cached() -> None:
+    engine, _ = make()
+    prompt = list(range(40))
+    ask(engine, "first", prompt)
+    assert ask(engine, "again", prompt) == 39
+    assert ask(engine, "longer", [*prompt, 41, 42]) == 40
+    (window,) = engine.block_manager.windows
+    for block_id in list(window._page_of)[:5]:  # pages that the prefill has left behind are the first to go
+        window.detach(block_id)
+    assert ask(engine, "at the end", prompt) == 39
+    assert ask(engine, "in between", [*prompt[:18], *range(50, 60)]) == 0  # its pages are lost
+
+
+def test_a_match_needs_only_what_the_next_token_reaches() -> None:
+    engine, _ = make()
+    prompt = list(range(21))
+    ask(engine, "first", prompt)
+    sequence = engine.add_request(EngineRequest("probe", prompt, SamplingParams(max_tokens=1))).sequences[0]
+    engine.abort("probe")
+    blocks = engine.block_manager.prefix_cache.match(sequence).blocks
+    (window,) = engine.block_manager.windows
+    assert len(blocks) == 5
+    for block in blocks[:3]:  # token 20 reaches back to 13, in block 3
+        window.detach(block.block_id)
+        assert window.num_resumable(blocks, 5, 20) == 5
+    window.detach(blocks[3].block_id)
+    assert window.num_resumable(blocks, 5, 20) == 0
+
+
+def test_maps_turn_blocks_into_pages() -> None:
+    host, device = HostPageMap(6), PageMap(6, torch.device("cpu"))
+    changes = host.update(np.array([1, 4]), np.array([7, 2], dtype=np.int32))
+    device.write(*map(torch.from_numpy, changes))
+    assert device.look_up(torch.tensor([[4, 1, -1]], dtype=torch.int32)).tolist() == [[2, 7, -1]]
+    assert host.slots(np.array([4 * SIZE + 3, SIZE, -1]), SIZE).tolist() == [2 * SIZE + 3, 7 * SIZE, -1]
+
+
+def test_a_map_is_sent_whole_after_changes_were_lost() -> None:
+    host, device = HostPageMap(6), PageMap(6, torch.device("cpu"))
+    host.update(np.array([1]), np.array([7], dtype=np.int32))
+    host.forget()
+    device.write(*map(torch.from_numpy, host.update(np.array([4]), np.array([2], dtype=np.int32))))
+    assert device.look_up(torch.arange(6, dtype=torch.int32)[None]).tolist() == [[-1, 7, -1, -1, 2, -1]]
+    blocks, _ = host.update(np.array([0]), np.array([3], dtype=np.int32))
+    assert blocks.tolist() == [0]
