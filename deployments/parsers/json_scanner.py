@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from json.encoder import encode_basestring
 
-__all__ = ["JsonScanner", "valid_json"]
+__all__ = ["GrowingJson", "JsonScanner", "valid_json"]
 
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')  # the part of a string that needs no attention
 _WORD = re.compile(r"[\w.+-]+", re.ASCII)
@@ -136,3 +136,24 @@ class JsonScanner:
     def _after_value(self) -> str:
         self.is_done = not self._stack and not self.has_failed
         return "after"
+
+
+class GrowingJson:
+    """Whether a text that grows is JSON yet, in time that is linear in the whole text.
+
+    A piece may not begin within a word, such as a number.
+    """
+
+    def __init__(self) -> None:
+        self._scanner: JsonScanner | None = JsonScanner()  # None: more text does not make it JSON
+
+    def extend(self, piece: str) -> bool:
+        """Append a piece; returns whether the text is JSON now, whitespace around it aside."""
+        scanner = self._scanner
+        if scanner is None:
+            return False
+        piece = f"{piece.rstrip()} "  # a number ends with the character after it
+        _, end = scanner.scan(piece, 0)
+        if scanner.is_done or scanner.has_failed:
+            self._scanner = None
+        return scanner.is_done and not piece[end:].strip(_SPACE)

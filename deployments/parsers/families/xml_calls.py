@@ -13,7 +13,7 @@ from json.encoder import encode_basestring
 
 from deployments.parsers.events import CallArguments, CallStart, Steps
 from deployments.parsers.json_calls import checked_name
-from deployments.parsers.json_scanner import valid_json
+from deployments.parsers.json_scanner import GrowingJson
 from deployments.parsers.marked import CallReader
 from deployments.parsers.reader import MalformedError, Reader
 from deployments.parsers.schema_types import ANY, Tools
@@ -245,9 +245,14 @@ def _value(reader: Reader, format: XmlFormat, types: set[str]) -> Steps[None]:
         yield from _string(reader, format, end)
         return
     text, marker = yield from reader.take_until([end], limit=_MAX_VALUE)
-    while valid_json(text.strip()) is None and not (yield from _is_value_end(reader, format)):
-        more, _ = yield from reader.take_until([end], limit=_MAX_VALUE - len(text))
-        text += marker + more
+    pieces, length, value = [text], len(text), GrowingJson()
+    is_json = value.extend(text.lstrip())
+    while not is_json and not (yield from _is_value_end(reader, format)):
+        more, _ = yield from reader.take_until([end], limit=_MAX_VALUE - length)
+        pieces.append(marker + more)
+        length += len(pieces[-1])
+        is_json = value.extend(pieces[-1])
+    text = "".join(pieces)
     yield CallArguments(as_json(_trimmed(text, format), types, allows_python=format.allows_python))
 
 

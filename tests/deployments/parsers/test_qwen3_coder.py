@@ -9,6 +9,7 @@ import pytest
 
 from deployments.parsers.answer_parser import AnswerParser
 from deployments.parsers.events import CallArguments, CallStart, Content
+from deployments.parsers.json_scanner import JsonScanner
 from deployments.parsers.registry import Parsers
 from tests.deployments.parsers.shapes import TOOLS, Shape, call, parse, parser, text
 
@@ -112,3 +113,34 @@ def test_whole_calls_are_valid_json() -> None:
     events = parse(parser("qwen3_coder"), xml(**dict.fromkeys(TOOLS["get_weather"]["properties"], '\x01"\\\n[')))
     assert isinstance(events[1], CallArguments)
     assert set(json.loads(events[1].text).values()) == {'\x01"\\\n['}
+
+
+@pytest.mark.parametrize("value", ["x", '"x', "[1"], ids=["text", "an open string", "an open list"])
+def test_ends_within_a_value_take_linear_work(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each repeated end may end the value, so the value is checked after each."""
+    scanned: list[int] = []
+    scan = JsonScanner.scan
+
+    def counted(scanner: JsonScanner, content: str, position: int) -> tuple[str, int]:
+        scanned.append(len(content) - position)
+        return scan(scanner, content, position)
+
+    monkeypatch.setattr(JsonScanner, "scan", counted)
+    written = value + "</parameter>" * 500
+    answer = f"<tool_call>\n<function=get_weather>\n<parameter=days>{written}x"
+    parse(parser("qwen3_coder"), answer)
+    assert scanned
+    assert sum(scanned) < 4 * len(written)
+
+
+@pytest.mark.parametrize(
+    ("key", "written", "expected"),
+    [
+        ("where", '{"a": "</parameter>"}', '{"a": "</parameter>"}'),
+        ("tags", '["</parameter> </parameter>", 1]', '["</parameter> </parameter>", 1]'),
+        ("tags", '["\\</parameter>"]', '["\\\\</parameter>"]'),  # as in Python
+        ("days", "one</parameter>2", '"one</parameter>2"'),
+    ],
+)
+def test_ends_within_a_value_are_text(key: str, written: str, expected: str) -> None:
+    assert parse(parser("qwen3_coder"), xml(**{key: written})) == call("get_weather", f'{{"{key}": {expected}}}')
