@@ -75,7 +75,10 @@ class CExperts(ctypes.Structure):
 
     _fields_ = (
         *_fields(CWeight, "router", "gate_up", "down", "shared_gate_up", "shared_down"),
+        *_fields(_POINTER, "choice_bias"),
         *_fields(_INT32, "num_experts", "top_k", "hidden_size", "intermediate_size", "normalizes_weights"),
+        *_fields(_INT32, "is_sigmoid", "has_gate", "gates_shared"),
+        *_fields(_FLOAT, "epsilon", "weight_scale"),
     )
 
 
@@ -192,7 +195,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pagoda_argmax": (None, (_POINTER, _POINTER, _POINTER, _INT64, _INT64, _INT64)),
     "pagoda_attention": (None, (_CALL,)),
     "pagoda_causal_conv": (None, (ctypes.POINTER(CConvCall),)),
-    "pagoda_compute_experts": (None, (_EXPERTS, _POINTER, _POINTER, _INT32, _POINTER, _FLOAT, _INT32)),
+    "pagoda_compute_experts": (None, (_EXPERTS, _POINTER, _POINTER, _INT32, _POINTER, _FLOAT, _FLOAT, _INT32)),
     "pagoda_decode_gguf": (_INT32, (_POINTER, _POINTER, _INT64, _INT32, _INT32)),
     "pagoda_decode_groups": (None, (ctypes.POINTER(CGroupedCodes),)),
     "pagoda_draw": (None, (*(_POINTER,) * 6, _INT64, _INT64, _INT64)),

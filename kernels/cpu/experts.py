@@ -16,14 +16,28 @@ __all__ = ["ExpertSizes", "PackedExperts", "experts"]
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertSizes:
-    """The sizes of one layer's experts, or of a tensor-parallel rank's share of every expert."""
+    """The sizes of one layer's experts, or of a tensor-parallel rank's share of every expert.
+
+    Attributes:
+        shared_intermediate_size: of the expert that computes every token; 0: there is none.
+        normalizes_weights: the chosen experts' scores are divided by their sum and ``norm_epsilon``.
+        is_sigmoid: scores are sigmoids of the router's logits; else their softmax.
+        weight_scale: of the chosen experts' weights.
+        has_gate: an expert is a SwiGLU; else it squares what a ReLU leaves.
+        gates_shared_expert: the sigmoid of a logit multiplies the shared expert.
+    """
 
     hidden_size: int
     num_experts: int
     top_k: int
     intermediate_size: int
-    shared_intermediate_size: int  # 0: no expert computes every token
+    shared_intermediate_size: int
     normalizes_weights: bool
+    norm_epsilon: float = 0.0
+    is_sigmoid: bool = False
+    weight_scale: float = 1.0
+    has_gate: bool = True
+    gates_shared_expert: bool = True
 
 
 class PackedExperts:
@@ -37,13 +51,15 @@ class PackedExperts:
     def __init__(self, sizes: ExpertSizes, kind: WeightKind) -> None:
         self.sizes = sizes
         count, hidden = sizes.num_experts, sizes.hidden_size
-        self._inner = _padded(sizes.intermediate_size, LANES * PANELS_AT_ONCE // 2)
+        halves = 2 if sizes.has_gate else 1
+        self._inner = _padded(sizes.intermediate_size, LANES * PANELS_AT_ONCE // halves)
         self._hidden = _padded(hidden, LANES * PANELS_AT_ONCE)
         shared = _padded(sizes.shared_intermediate_size, LANES)
-        self.router = PackedLinear(WeightKind.FLOAT32, hidden, count + (shared > 0))
-        self.gate_up = PackedLinear(kind, hidden, count * 2 * self._inner)
+        gates_shared = shared > 0 and sizes.gates_shared_expert
+        self.router = PackedLinear(WeightKind.FLOAT32, hidden, count + gates_shared)
+        self.gate_up = PackedLinear(kind, hidden, count * halves * self._inner)
         self.down = PackedLinear(kind, self._inner, count * self._hidden)
-        self.shared_gate_up = PackedLinear(kind, hidden, 2 * shared) if shared else None
+        self.shared_gate_up = PackedLinear(kind, hidden, halves * shared) if shared else None
         self.shared_down = PackedLinear(kind, shared, hidden) if shared else None
         self.c_experts = CExperts(
             self.router.c_weight,
@@ -56,6 +72,11 @@ class PackedExperts:
             hidden_size=hidden,
             intermediate_size=self._inner,
             normalizes_weights=sizes.normalizes_weights,
+            is_sigmoid=sizes.is_sigmoid,
+            has_gate=sizes.has_gate,
+            gates_shared=gates_shared,
+            epsilon=sizes.norm_epsilon,
+            weight_scale=sizes.weight_scale,
         )
 
     @property
@@ -76,6 +97,22 @@ class PackedExperts:
     def set_shared_gate_weight(self, weight: torch.Tensor) -> None:
         """Set the weights of the shared expert's gate, [1, hidden_size]."""
         self.router.set_weight(weight, first_output=self.sizes.num_experts)
+
+    def set_choice_bias(self, bias: torch.Tensor) -> None:
+        """Set what is added to the scores for the choice of experts, and not to their weights, [num_experts]."""
+        self._choice_bias = bias.float().contiguous()  # the structure has its address only
+        self.c_experts.choice_bias = self._choice_bias.data_ptr()
+
+    def set_up_weight(self, expert: int, weight: torch.Tensor) -> None:
+        """Set the first weights of an expert without a gate, [intermediate_size, hidden_size]."""
+        assert not self.sizes.has_gate
+        self.gate_up.set_weight(weight, first_output=expert * self._inner)
+
+    def set_shared_up_weight(self, weight: torch.Tensor) -> None:
+        """Set the first weights of a shared expert without a gate, [shared_intermediate_size, hidden_size]."""
+        assert self.shared_gate_up is not None
+        assert not self.sizes.has_gate
+        self.shared_gate_up.set_weight(weight)
 
     def set_gate_up_weight(self, expert: int, weight: torch.Tensor) -> None:
         """Set one expert's gate and up, one below the other: [2 * intermediate_size, hidden_size]."""
@@ -111,7 +148,7 @@ def experts(hidden: torch.Tensor, packed: PackedExperts, norm: torch.Tensor, eps
     assert hidden.dtype == norm.dtype == torch.float32
     output = torch.empty_like(hidden)
     require().pagoda_compute_experts(
-        packed.c_experts, output.data_ptr(), hidden.data_ptr(), len(hidden), norm.data_ptr(), eps, False
+        packed.c_experts, output.data_ptr(), hidden.data_ptr(), len(hidden), norm.data_ptr(), eps, 1.0, False
     )
     return output
 

@@ -139,8 +139,7 @@ class PackedLayer:
 
     def set_experts(self, experts: PackedExperts) -> None:
         """Let experts compute the feed-forward; the layer's own ``intermediate_size`` is then usually 0."""
-        assert self.c_layer.activation == _ACTIVATIONS["silu"], "experts have SiLU"
-        assert self.c_layer.residual_multiplier == 1.0, "what experts compute is added as it is"
+        assert self.c_layer.activation in (_ACTIVATIONS["silu"], _RELU_SQUARED), "experts have SiLU, or no gate"
         self.experts = experts
         self.c_layer.experts = experts.address
 

@@ -39,16 +39,7 @@ def packed_layer(config: ModelConfig, layer: int, kind: WeightKind, dtype: torch
 
 def can_compute_experts(config: ModelConfig) -> bool:
     """Return whether the C kernels compute the model's experts, if it has any."""
-    experts = config.experts
-    return experts is None or (
-        experts.scores == "softmax"
-        and experts.weight_scale == 1.0
-        and not experts.has_choice_bias
-        and experts.has_gate
-        and experts.latent_size is None
-        and (experts.gates_shared_expert or not experts.shared_intermediate_size)
-        and config.residual_multiplier == 1.0
-    )
+    return config.experts is None or config.experts.latent_size is None
 
 
 def set_parameter(layer: PackedLayer, name: list[str], value: torch.Tensor, *, is_first_rank: bool) -> None:
@@ -114,6 +105,11 @@ def _expert_sizes(experts: ExpertsShape, hidden_size: int) -> ExpertSizes:
         intermediate_size=experts.intermediate_size,
         shared_intermediate_size=experts.shared_intermediate_size,
         normalizes_weights=experts.normalizes_weights,
+        norm_epsilon=experts.norm_epsilon,
+        is_sigmoid=experts.scores == "sigmoid",
+        weight_scale=experts.weight_scale,
+        has_gate=experts.has_gate,
+        gates_shared_expert=experts.gates_shared_expert,
     )
 
 
@@ -175,6 +171,12 @@ def _set_expert_weight(experts: PackedExperts, name: list[str], weight: torch.Te
     match name:
         case ["gate", "weight"]:
             experts.set_router_weight(weight)
+        case ["expert_bias"]:
+            experts.set_choice_bias(weight)
+        case ["experts", index, "up_proj"]:
+            experts.set_up_weight(int(index), weight)
+        case ["shared_expert", "up_proj", "weight"]:
+            experts.set_shared_up_weight(weight)
         case ["experts", index, "gate_up_proj"]:
             experts.set_gate_up_weight(int(index), weight)
         case ["experts", index, "down_proj"]:

@@ -19,7 +19,7 @@ typedef struct {
     const pagoda_experts *experts;
     float *output;
     const float *hidden, *norm;
-    float eps;
+    float eps, multiplier;
     int32_t num_tokens, is_added, num_logits;
     float *logits;             /* [num_tokens, num_logits], of the router */
     float *weights;            /* [num_tokens, top_k] */
@@ -81,16 +81,8 @@ static size_t divide_memory(batch *b, char *block) {
 
 /* --- routing --------------------------------------------------------------------------------------------------- */
 
-/* Chooses the experts of one token: of equal logits the first. */
-static void choose_experts(void *args, int64_t token) {
-    const batch *b = args;
-    const int32_t top_k = b->experts->top_k;
-    const int64_t num_experts = b->experts->num_experts, padded = divide_up(num_experts, LANES) * LANES;
-    float *logits = pagoda_scratch(SCRATCH_ROW, (size_t)(2 * padded) * sizeof *logits), *exponentials = logits + padded;
-    float *weights = b->weights + token * top_k, chosen = 0;
-    int32_t *ids = b->ids + token * top_k;
-    memcpy(logits, b->logits + token * b->num_logits, (size_t)num_experts * sizeof *logits);
-    for (int64_t i = num_experts; i < padded; i++) logits[i] = -INFINITY;
+/* Computes the exponentials of some logits, and returns their sum. */
+static float compute_exponentials(const float *logits, float *exponentials, int64_t padded) {
     const float largest = largest_of_row(logits, padded);
     f32x16 sums = {0};
     for (int64_t i = 0; i < padded; i += LANES) {
@@ -98,15 +90,40 @@ static void choose_experts(void *args, int64_t token) {
         f32x16_store(exponentials + i, exponential);
         sums += exponential;
     }
-    const float total = f32x16_sum(sums);
+    return f32x16_sum(sums);
+}
+
+/* Computes the sigmoids of some logits, and replaces the logits by what experts are chosen by. */
+static void compute_sigmoids(const pagoda_experts *e, float *logits, float *sigmoids) {
+    for (int64_t i = 0; i < e->num_experts; i += LANES) {
+        const int64_t count = e->num_experts - i;
+        f32x16 sigmoid = 1 / (1 + f32x16_exp(-f32x16_load(logits + i)));
+        f32x16_store(sigmoids + i, sigmoid);
+        store_some(logits, false, i, e->choice_bias ? sigmoid + load_some(e->choice_bias, false, i, count) : sigmoid, count);
+    }
+}
+
+/* Chooses the experts of one token: of equal ones the first. */
+static void choose_experts(void *args, int64_t token) {
+    const batch *b = args;
+    const pagoda_experts *e = b->experts;
+    const int32_t top_k = e->top_k;
+    const int64_t num_experts = e->num_experts, padded = divide_up(num_experts, LANES) * LANES;
+    float *logits = pagoda_scratch(SCRATCH_ROW, (size_t)(2 * padded) * sizeof *logits), *scores = logits + padded;
+    float *weights = b->weights + token * top_k, chosen = 0, total = 1;
+    int32_t *ids = b->ids + token * top_k;
+    memcpy(logits, b->logits + token * b->num_logits, (size_t)num_experts * sizeof *logits);
+    for (int64_t i = num_experts; i < padded; i++) logits[i] = -INFINITY;
+    if (e->is_sigmoid) compute_sigmoids(e, logits, scores);
+    else total = compute_exponentials(logits, scores, padded);
     for (int32_t choice = 0; choice < top_k; choice++) {
         ids[choice] = first_index_of(logits, largest_of_row(logits, padded), padded);
-        weights[choice] = exponentials[ids[choice]] / total;
+        weights[choice] = scores[ids[choice]] / total;
         chosen += weights[choice];
         logits[ids[choice]] = -INFINITY;
     }
-    if (b->experts->normalizes_weights)
-        for (int32_t choice = 0; choice < top_k; choice++) weights[choice] /= chosen;
+    const float divisor = e->normalizes_weights ? chosen + e->epsilon : 1;
+    for (int32_t choice = 0; choice < top_k; choice++) weights[choice] = weights[choice] / divisor * e->weight_scale;
 }
 
 /* Computes the router and chooses each token's experts. */
@@ -169,13 +186,19 @@ static void multiply(batch *b, float *output, int64_t width, const pagoda_weight
     pagoda_grouped_linear(b->jobs, num_jobs, width, epilogue);
 }
 
+/* How the first product of an expert ends. */
+static pagoda_epilogue activation(const pagoda_experts *e) {
+    return e->has_gate ? PAGODA_SILU_MUL : PAGODA_STORE_RELU_SQUARED;
+}
+
 /* Computes the chosen experts of all rows. */
 static void compute_routed(batch *b) {
     const pagoda_experts *e = b->experts;
     const pagoda_rows rows = {b->words, b->row_scales, b->num_tokens * e->top_k};
     const pagoda_tiles tiles = {b->tiles, b->num_tiles};
     pagoda_gather_tiles(&rows, &tiles, b->tokens, &b->packed, e->gate_up.kind, e->hidden_size);
-    multiply(b, b->wide, e->intermediate_size, &e->gate_up, 2 * (int64_t)e->intermediate_size, PAGODA_SILU_MUL);
+    multiply(b, b->wide, e->intermediate_size, &e->gate_up, (e->has_gate ? 2 : 1) * (int64_t)e->intermediate_size,
+             activation(e));
     pagoda_pack_tiles(&rows, &tiles, b->wide, e->down.kind, e->intermediate_size);
     multiply(b, b->results, e->hidden_size, &e->down, e->hidden_size, PAGODA_STORE);
 }
@@ -186,7 +209,7 @@ static void compute_shared(batch *b) {
     const int32_t width = e->shared_down.in_features;
     pagoda_rows rows = {b->words, b->row_scales, b->num_tokens};
     pagoda_gather_tiles(&rows, NULL, NULL, &b->packed, e->shared_gate_up.kind, e->hidden_size);
-    pagoda_linear(b->wide, width, &rows, &e->shared_gate_up, PAGODA_SILU_MUL);
+    pagoda_linear(b->wide, width, &rows, &e->shared_gate_up, activation(e));
     pagoda_pack_rows(&rows, b->wide, false, e->shared_down.kind, width, NULL, 0);
     pagoda_linear(b->shared, e->hidden_size, &rows, &e->shared_down, PAGODA_STORE);
 }
@@ -197,7 +220,8 @@ static void combine(void *args, int64_t token) {
     const pagoda_experts *e = b->experts;
     const int64_t width = e->hidden_size;
     const bool has_shared = e->shared_gate_up.words != NULL;
-    const float gate = has_shared ? 1 / (1 + expf(-b->logits[token * b->num_logits + e->num_experts])) : 0;
+    float gate = 1; /* of the shared expert */
+    if (e->gates_shared) gate = 1 / (1 + expf(-b->logits[token * b->num_logits + e->num_experts]));
     const float *shared = b->shared + token * width;
     float *output = b->output + token * width;
     for (int64_t i = 0; i < width; i += LANES) {
@@ -208,18 +232,19 @@ static void combine(void *args, int64_t token) {
             sum = f32x16_fma(f32x16_set(b->weights[pair]), result, sum);
         }
         if (has_shared) sum = f32x16_fma(f32x16_set(gate), load_some(shared, false, i, width - i), sum);
+        sum *= b->multiplier;
         if (b->is_added) sum += load_some(output, false, i, width - i);
         store_some(output, false, i, sum, width - i);
     }
 }
 
 void pagoda_compute_experts(const pagoda_experts *experts, float *output, const float *hidden, int32_t num_tokens,
-                            const float *norm, float eps, int32_t is_added) {
+                            const float *norm, float eps, float multiplier, int32_t is_added) {
     const int64_t width = experts->hidden_size;
     for (int64_t first = 0; first < num_tokens; first += MOST_TOKENS_AT_ONCE) {
         batch b = {
             .experts = experts, .output = output + first * width, .hidden = hidden + first * width, .norm = norm,
-            .eps = eps, .num_tokens = (int32_t)min(num_tokens - first, MOST_TOKENS_AT_ONCE), .is_added = is_added,
+            .eps = eps, .multiplier = multiplier, .num_tokens = (int32_t)min(num_tokens - first, MOST_TOKENS_AT_ONCE), .is_added = is_added,
             .num_logits = experts->router.out_features,
         };
         divide_memory(&b, pagoda_scratch(SCRATCH_EXPERTS, divide_memory(&b, NULL)));

@@ -7,21 +7,27 @@
 #include "linear/linear.h"
 
 /* One layer's experts: CExperts in kernels/cpu/bindings.py. The weights of all experts are one matrix, in which each
- * expert's outputs begin at a multiple of 64; gate_up's panels alternate between the gate's and up's. */
+ * expert's outputs begin at a multiple of 64; gate_up's panels alternate between the gate's and up's, or without a gate
+ * they are all up's. */
 typedef struct {
-    pagoda_weight router;         /* float32; with a shared expert the last output is the logit of its gate */
+    pagoda_weight router;         /* float32; with gates_shared the last output is the logit of the shared expert's gate */
     pagoda_weight gate_up, down;  /* of num_experts experts */
     pagoda_weight shared_gate_up; /* of the expert that computes every token; without one its words are NULL */
     pagoda_weight shared_down;
+    const float *choice_bias;     /* [num_experts], is added to the scores for the choice alone; or NULL */
     int32_t num_experts, top_k, hidden_size;
-    int32_t intermediate_size;   /* of an expert; a multiple of 32: padded with zeros */
-    int32_t normalizes_weights;  /* the chosen experts' probabilities are divided by their sum */
+    int32_t intermediate_size;  /* of an expert; a multiple of 32, without a gate of 64: padded with zeros */
+    int32_t normalizes_weights; /* the chosen experts' scores are divided by their sum and epsilon */
+    int32_t is_sigmoid;         /* scores are sigmoids of the router's logits; else their softmax */
+    int32_t has_gate;           /* an expert is a SwiGLU; else it squares what a ReLU leaves */
+    int32_t gates_shared;       /* the sigmoid of a logit multiplies the shared expert */
+    float epsilon, weight_scale; /* weight_scale: of the chosen experts' weights */
 } pagoda_experts;
 
-/* Computes experts(norm(hidden)) of rows [num_tokens, hidden_size] and stores it in output, or adds it with is_added. A
- * token gets the same bits whatever the other tokens are: its experts' outputs are summed in the order of their
- * probabilities. `output` may be `hidden`. */
+/* Computes experts(norm(hidden)) of rows [num_tokens, hidden_size], times a multiplier, and stores it in output, or
+ * adds it with is_added. A token gets the same bits whatever the other tokens are: its experts' outputs are summed in
+ * the order of their probabilities. `output` may be `hidden`. */
 void pagoda_compute_experts(const pagoda_experts *experts, float *output, const float *hidden, int32_t num_tokens,
-                            const float *norm, float eps, int32_t is_added);
+                            const float *norm, float eps, float multiplier, int32_t is_added);
 
 #endif

@@ -75,7 +75,8 @@ void pagoda_mlp_half(const pagoda_layer *layer, const pagoda_step *step) {
     static const pagoda_epilogue epilogues[] = {PAGODA_SILU_MUL, PAGODA_GELU_MUL, PAGODA_STORE_RELU_SQUARED};
     if (layer->experts) {
         pagoda_compute_experts(layer->experts, step->addend ? step->addend : step->hidden, step->hidden,
-                               step->num_tokens, layer->post_attention_norm, layer->eps, step->addend == NULL);
+                               step->num_tokens, layer->post_attention_norm, layer->eps,
+                               step->addend ? 1 : layer->residual_multiplier, step->addend == NULL);
         return;
     }
     if (!layer->intermediate_size) return;

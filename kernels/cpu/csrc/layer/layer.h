@@ -31,7 +31,7 @@ typedef struct {
     const float *key_norm;
     const float *rope;                        /* [positions, 2, head_dim / 2]; NULL: no position embedding */
     const pagoda_experts *experts;            /* NULL: the feed-forward is dense, gate_up and down. Experts have
-                                               * SiLU, and neither output norm nor multiplier */
+                                               * no output norm */
     const pagoda_recurrent_layer *recurrent;  /* NULL: tokens are mixed by attention alone */
     int32_t num_heads, num_kv_heads, head_dim; /* no heads: there is no attention */
     int32_t gate_width;        /* num_heads * head_dim if sigmoids of a gate multiply attention's output; else 0 */

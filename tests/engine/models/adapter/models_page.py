@@ -58,10 +58,10 @@ formats.
 
 The tiny models below are compared with transformers' `generate` in `tests/engine/models/`, and so are tensor-parallel
 ranks, int8 and every setting of the engine. On a CPU all of them run in the C kernels, soft-caps included, but for
-experts of LFM2, Granite 4 and Nemotron, whose models run as torch's operators around recurrences in C. On several
-tensor-parallel ranks transformers' modules compute OLMo 2 and 3, whose norms of queries and keys are over all heads. Of
-experts only those that a token is routed to are computed, in C on a CPU and in Triton on a GPU; int8 experts need the C
-kernels.
+Nemotron 3 Super, whose experts have projections around all of them: it runs as torch's operators around recurrences in
+C. On several tensor-parallel ranks transformers' modules compute OLMo 2 and 3, whose norms of queries and keys are over
+all heads. Of experts only those that a token is routed to are computed, in C on a CPU and in Triton on a GPU; int8
+experts need the C kernels.
 
 Of models with recurrent layers the logits of every token are compared with those of transformers, within 1e-5 of the
 largest, in packed steps of chunks and decodes, and tokens and beams with those of `generate`, with preempted requests

@@ -194,7 +194,8 @@ def test_families_with_norms_of_outputs_multipliers_and_soft_caps(
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3.5", *(pytest.param(name, marks=pytest.mark.long) for name in ("lfm2", "falcon-h1", "mamba2"))]
+    "family",
+    ["qwen3.5", *(pytest.param(name, marks=pytest.mark.long) for name in ("lfm2-moe", "falcon-h1", "nemotron-3-nano"))],
 )
 def test_recurrent_layers_in_a_few_settings(recorder: LogitsRecorder, family: str, tmp_path: Path) -> None:
     """Prompts go on from snapshots, at which the chunks of others do not end."""
