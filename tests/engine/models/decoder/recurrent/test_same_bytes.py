@@ -16,7 +16,8 @@ from tests.engine.models.decoder.test_same_bytes import NUM_PROMPTS, SETTINGS, L
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compiler")
 
-OF_STATES = [name for name in SETTINGS if name not in ("swapped", "evicted to the host")]
+# "warm" finds every prompt in the cache again, but there are not as many slots for snapshots as prompts.
+OF_STATES = [name for name in SETTINGS if name not in ("swapped", "evicted to the host", "warm")]
 FEW_SETTINGS = ("chunks of 17", "all at once, shared", "migrated, warm")
 KINDS = ("float32", "bfloat16")
 
@@ -28,7 +29,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> LogitsRecorder:
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["qwen3-next", "qwen3.5-moe", "granite-4-h", "falcon-h1-norm", "nemotron-h"])
+@pytest.mark.parametrize("name", ["lfm2-moe", "qwen3-next", "granite-4-h-moe", "falcon-h1-norm", "nemotron-3-nano"])
 def test_forty_answers(
     recorder: LogitsRecorder, saved: Callable[[str], Saved], name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
