@@ -159,6 +159,12 @@ class EngineConfig:
         kv_cache_memory: bytes (or text such as "2GiB") for the KV pool of the whole engine. Tensor-parallel ranks take
             equal parts of it. None measures the free memory.
         gpu_memory_utilization: fraction of each GPU's memory that the engine may use.
+        typical_seq_len: tokens of a typical sequence, prompt and answer, for a model with sliding windows or recurrent
+            layers: the memory of the KV pool is divided between the kinds of layers for sequences of this length.
+            None: ``max_model_len``, at most 4,096.
+        state_snapshots: for a model with recurrent layers, snapshots of states for each sequence that can run, at which
+            the prefixes of later prompts resume; 0: none, so that no prefix is reused. A snapshot takes as much memory
+            as a running sequence's states, which the log says.
         enable_prefix_caching: keep full blocks under their prefix hash and reuse them.
         async_scheduling: schedule each step while the one before is computed, so that a GPU does not wait for the
             host. A request with a grammar, beams, penalties, long bad words, a thinking budget or draft tokens takes
@@ -208,6 +214,8 @@ class EngineConfig:
     num_blocks: Annotated[int | None, optional(integer(1))] = None
     kv_cache_memory: Annotated[int | str | None, optional(memory_size)] = None
     gpu_memory_utilization: Annotated[float, number(LEAST_FLOAT, 1.0, "in (0, 1]")] = 0.9
+    typical_seq_len: Annotated[int | None, optional(integer(1))] = None
+    state_snapshots: Annotated[int, integer(0)] = 2
     enable_prefix_caching: Annotated[bool, flag] = True
     async_scheduling: Annotated[bool | None, optional(flag)] = None
     use_tqdm_on_load: Annotated[bool, flag] = True
@@ -280,3 +288,4 @@ class EngineInfo:
     free_tokens: int | None = None  # that a step computes in about the time of one token, if that was measured
     windows: tuple[tuple[int, int], ...] = ()  # the sliding windows with pages of their own: tokens, and pages
     num_slots: int = 0  # for the states of sequences and their snapshots; 0: the model has no states
+    num_snapshots: int = 0  # of these, slots that running sequences leave to snapshots

@@ -360,6 +360,7 @@ def _new_block_manager(config: EngineConfig, info: EngineInfo, *, record_events:
         num_host_blocks=info.num_host_blocks,
         windows=info.windows,
         num_slots=info.num_slots,
+        num_snapshots=info.num_snapshots,
         enable_prefix_caching=config.enable_prefix_caching,
         record_events=record_events,
     )

@@ -54,6 +54,7 @@ class BlockManager:
         num_host_blocks: pages of the host pool, to which blocks are evicted and preempted sequences swapped.
         windows: of each sliding window with pages of its own, its tokens and the pages in its pool.
         num_slots: slots for the states of recurrent layers and their snapshots; 0: the model has no states.
+        num_snapshots: of these, slots that running sequences leave to snapshots.
         enable_prefix_caching: publish full blocks and match prefixes.
         record_events: collect the prefix cache's KV events.
     """
@@ -66,6 +67,7 @@ class BlockManager:
         num_host_blocks: int = 0,
         windows: GenericSequence[tuple[int, int]] = (),
         num_slots: int = 0,
+        num_snapshots: int = 0,
         enable_prefix_caching: bool = True,
         record_events: bool = False,
     ) -> None:
@@ -78,7 +80,7 @@ class BlockManager:
             WindowPages(index, window, num_pages, block_size, self.pool.blocks)
             for index, (window, num_pages) in enumerate(windows)
         ]
-        self.states = StateSlots(num_slots) if num_slots else None
+        self.states = StateSlots(num_slots, num_snapshots) if num_slots else None
         self.prefix_cache.attachments = [*self.windows, *([self.states] if self.states is not None else [])]
 
     @property

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 
 from engine.kv.layer_cache import LayerCache, bytes_per_state, bytes_per_token, windows_of
 
-__all__ = ["SNAPSHOTS_PER_SEQUENCE", "PageSizes", "PoolSizes", "pages_in_reach", "smallest"]
+__all__ = ["PageSizes", "PoolSizes", "pages_in_reach", "smallest"]
 
-SNAPSHOTS_PER_SEQUENCE = 2  # of its prompt, and of its answer: where the next turn of a conversation resumes
 _MAX_EMPTY_BLOCKS = 2**17  # where no layer attends to everything, a block is only a name for its tokens
 
 
@@ -30,13 +29,15 @@ class PoolSizes:
         num_blocks: of the layers that attend to everything.
         num_host_blocks: of the host pool behind them.
         num_window_pages: of each window, ascending.
-        num_slots: states of sequences, those of snapshots included.
+        num_slots: states of sequences, and snapshots of them.
+        num_snapshots: slots that running sequences leave to snapshots.
     """
 
     num_blocks: int
     num_host_blocks: int = 0
     num_window_pages: tuple[int, ...] = ()
     num_slots: int = 0
+    num_snapshots: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,29 +89,41 @@ class PageSizes:
         num_blocks = -(-num_tokens // self.block_size)
         return tuple(min(num_blocks, pages_in_reach(window, self.block_size)) for window, _ in self.windows)
 
-    def bytes_of_sequence(self, num_tokens: int) -> int:
+    def bytes_of_sequence(self, num_tokens: int, num_snapshots: int = 0) -> int:
         """Return the bytes that a sequence of ``num_tokens`` takes, with room for its snapshots."""
-        num_blocks = -(-num_tokens // self.block_size)
-        num_slots = 1 + SNAPSHOTS_PER_SEQUENCE if self.slot else 0
+        num_blocks, num_slots = -(-num_tokens // self.block_size), (1 + num_snapshots) * (self.slot > 0)
         return self.num_bytes(PoolSizes(num_blocks, 0, self.window_pages(num_tokens), num_slots))
 
-    def divide(self, memory: int, *, num_tokens: int, max_num_seqs: int, max_step_tokens: int) -> PoolSizes:
+    def divide(
+        self, memory: int, *, num_tokens: int, max_num_seqs: int, max_step_tokens: int, num_snapshots: int
+    ) -> PoolSizes:
         """Divide ``memory`` bytes for sequences of ``num_tokens``, at most what ``max_num_seqs`` can use.
 
         Args:
             max_step_tokens: tokens of a step, which write to as many slots of every window before any is freed.
+            num_snapshots: of each sequence.
         """
         step_pages = -(-max_step_tokens // self.block_size)
         left = memory - sum(step_pages * size for _, size in self.windows)
-        num_seqs = min(max(left, 0) / self.bytes_of_sequence(num_tokens), max_num_seqs)
+        num_seqs = min(max(left, 0) / self.bytes_of_sequence(num_tokens, num_snapshots), max_num_seqs)
         num_blocks = int(num_seqs * -(-num_tokens // self.block_size))
         if not self.block:
             num_blocks = min(max_num_seqs * -(-num_tokens // self.block_size), _MAX_EMPTY_BLOCKS)
+        num_slots = int(num_seqs * (1 + num_snapshots)) if self.slot else 0
         return PoolSizes(
-            num_blocks=num_blocks,
+            num_blocks=num_blocks if num_seqs >= 1 else 0,
             num_window_pages=tuple(int(num_seqs * pages) + step_pages for pages in self.window_pages(num_tokens)),
-            num_slots=int(num_seqs * (1 + SNAPSHOTS_PER_SEQUENCE)) if self.slot else 0,
+            num_slots=num_slots,
+            num_snapshots=snapshots_left(num_slots, num_snapshots),
         )
+
+
+def snapshots_left(num_slots: int, num_snapshots: int) -> int:
+    """Return how many of ``num_slots`` slots are not for running sequences, at ``num_snapshots`` for each of these.
+
+    Half of the snapshots' slots are lent to sequences that are shorter than memory was divided for.
+    """
+    return num_slots * num_snapshots // (1 + num_snapshots) // 2 if num_slots > 1 else 0
 
 
 def pages_in_reach(window: int, block_size: int) -> int:
@@ -126,4 +139,5 @@ def smallest(sizes: Iterable[PoolSizes]) -> PoolSizes:
         num_host_blocks=min(rank.num_host_blocks for rank in all_sizes),
         num_window_pages=tuple(map(min, zip(*(rank.num_window_pages for rank in all_sizes), strict=True))),
         num_slots=min(rank.num_slots for rank in all_sizes),
+        num_snapshots=min(rank.num_snapshots for rank in all_sizes),
     )

@@ -33,6 +33,7 @@ class StateSlots:
 
     Args:
         num_slots: slots in the pool.
+        num_snapshots: of these, slots that running sequences leave to snapshots.
 
     Attributes:
         max_used: sequences that may have a slot at once. The other slots are for snapshots.
@@ -42,8 +43,8 @@ class StateSlots:
         num_evicted: snapshots that were lost because a slot was needed.
     """
 
-    def __init__(self, num_slots: int) -> None:
-        self.max_used = max(1, num_slots * 2 // 3)
+    def __init__(self, num_slots: int, num_snapshots: int) -> None:
+        self.max_used = num_slots - num_snapshots
         self.slots = BlockPool(num_slots)
         self.saves: dict[Sequence, list[tuple[int, int]]] = {}
         self.num_evicted = 0

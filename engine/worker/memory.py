@@ -13,7 +13,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.kv.pool_sizes import SNAPSHOTS_PER_SEQUENCE, PageSizes, PoolSizes, pages_in_reach
+from engine.kv.pool_sizes import PageSizes, PoolSizes, pages_in_reach, snapshots_left
 from kernels.cgroup import available_memory
 
 __all__ = [
@@ -133,8 +133,12 @@ def pools_that_fit(config: EngineConfig, sizes: PageSizes, memory: int, max_mode
     if sizes.are_blocks_alone:
         max_useful = config.max_num_seqs * -(-max_model_len // sizes.block_size)
         return PoolSizes(blocks_that_fit(memory, sizes.block, max_useful))
-    num_tokens = min(max_model_len, _TYPICAL_TOKENS)
-    limits = {"max_num_seqs": config.max_num_seqs, "max_step_tokens": config.max_num_batched_tokens}
+    num_tokens = min(max_model_len, config.typical_seq_len or _TYPICAL_TOKENS)
+    limits = {
+        "max_num_seqs": config.max_num_seqs,
+        "max_step_tokens": config.max_num_batched_tokens,
+        "num_snapshots": config.state_snapshots,
+    }
     while not (pools := sizes.divide(memory, num_tokens=num_tokens, **limits)).num_blocks and num_tokens > 1:
         num_tokens //= 2
     if not pools.num_blocks:
@@ -151,13 +155,15 @@ def pools_of_blocks(config: EngineConfig, sizes: PageSizes) -> PoolSizes:
     assert config.num_blocks is not None
     num_seqs = min(config.max_num_seqs, config.num_blocks)
     step_pages = -(-config.max_num_batched_tokens // sizes.block_size)
+    num_slots = num_seqs * (1 + config.state_snapshots) if sizes.slot else 0
     return PoolSizes(
         num_blocks=config.num_blocks,
         num_window_pages=tuple(
             min(config.num_blocks, num_seqs * pages_in_reach(window, sizes.block_size) + step_pages)
             for window, _ in sizes.windows
         ),
-        num_slots=num_seqs * (1 + SNAPSHOTS_PER_SEQUENCE) if sizes.slot else 0,
+        num_slots=num_slots,
+        num_snapshots=snapshots_left(num_slots, config.state_snapshots),
     )
 
 

@@ -99,6 +99,7 @@ class ModelRunner:
             free_tokens=self.free_tokens,
             windows=tuple(zip(self.workers.local.kv_cache.windows, self.pools.num_window_pages, strict=True)),
             num_slots=self.pools.num_slots,
+            num_snapshots=self.pools.num_snapshots,
         )
 
     def run(self, output: SchedulerOutput, times: StepTimes) -> SampledTokens:
@@ -196,6 +197,21 @@ class ModelRunner:
             self.block_size,
             size / 2**30,
         )
+        cache = self.workers.local.kv_cache
+        for window, pages in cache.windows.items():
+            logger.info(
+                "Layers with a window of %s tokens: %d pages in %.2f GiB",
+                f"{window:,}",
+                pages.num_pages,
+                pages.num_bytes * self.config.tensor_parallel_size / 2**30,
+            )
+        if self.pools.num_slots:
+            logger.info(
+                "Recurrent layers: %d states of %.2f MiB, %d of them for snapshots",
+                self.pools.num_slots,
+                cache.slots.bytes_per_page * self.config.tensor_parallel_size / 2**20,
+                self.pools.num_snapshots,
+            )
         length = self.max_model_len
         logger.info("Maximum concurrency for %s tokens per request: %.2fx", f"{length:,}", tokens / length)
         if tokens < length:

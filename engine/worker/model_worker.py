@@ -154,7 +154,7 @@ class ModelWorker:
             ConfigError: if not even one block fits, or not one sequence.
         """
         shard, sizes = self.shard, self.shard.page_sizes
-        useful = self.config.max_num_seqs * sizes.bytes_of_sequence(shard.max_model_len)
+        useful = self.config.max_num_seqs * sizes.bytes_of_sequence(shard.max_model_len, self.config.state_snapshots)
         if shard.device.type == "cpu":
             memory = host_memory_for_cache(self.config)
         else:

@@ -333,6 +333,7 @@ def make_engine(
         default_sampling={},
         free_tokens=free_tokens,
         num_slots=num_slots,
+        num_snapshots=num_slots // 3,
         windows=windows,
     )
     runner = ShadowRunner(info)

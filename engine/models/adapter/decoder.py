@@ -168,13 +168,14 @@ class _PagedLayers:
         key_cache, value_cache = context.kv_cache.layers[self.num_computed]
         self.num_computed += 1
         dtype = key_cache.dtype  # a module may have computed its keys in float32
+        metadata = context.metadata_for(call.sliding_window)
         # All keys of the step are written before any is read: sequences of one step may share a block it fills.
-        store_kvcache(call.key.to(dtype), call.value.to(dtype), key_cache, value_cache, context.metadata.slot_mapping)
+        store_kvcache(call.key.to(dtype), call.value.to(dtype), key_cache, value_cache, metadata.slot_mapping)
         inputs = AttentionInputs(
             call.query.to(dtype),
             key_cache,
             value_cache,
-            context.metadata,
+            metadata,
             call.scale,
             call.sliding_window,
             call.softcap,
@@ -223,4 +224,7 @@ class _Probe:
 
     def layer_caches(self) -> tuple[KeyValue, ...]:
         """Return what each layer caches."""
-        return tuple(KeyValue(call.key.shape[1], call.key.shape[2], call.value.shape[2]) for call in self._calls)
+        return tuple(
+            KeyValue(call.key.shape[1], call.key.shape[2], call.value.shape[2], call.sliding_window)
+            for call in self._calls
+        )
