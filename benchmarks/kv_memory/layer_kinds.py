@@ -125,7 +125,7 @@ def _most_running(sizes: PageSizes, pools: PoolSizes, context: int) -> int:
                 return index
             blocks.allocate(sequence, end)
             sequence.num_computed_tokens = end
-            blocks.slide(sequence)
+            blocks.slide([sequence])
     return limit
 
 

@@ -233,10 +233,11 @@ class BlockManager:
             if (block := self.prefix_cache.holder(sequence, position // size - 1)) is not None:
                 self.states.save(sequence, position, block)
 
-    def slide(self, sequence: Sequence) -> None:
-        """Release the pages that are beyond the reach of the sequence's next token; before ``can_grow``."""
+    def slide(self, sequences: Iterable[Sequence]) -> None:
+        """Release the pages of windows that are beyond the reach of the next token of each of these sequences."""
         for window in self.windows:
-            window.slide(sequence)
+            for sequence in sequences:
+                window.slide(sequence)
 
     def extend(self, sequence: Sequence, num_tokens: int) -> int:
         """Grow the block table of a decoding sequence to hold draft tokens too; return the number of blocks added.

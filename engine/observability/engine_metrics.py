@@ -39,9 +39,11 @@ from engine.observability.metrics import (
     REQUESTS_RUNNING,
     REQUESTS_SWAPPED,
     REQUESTS_WAITING,
+    STATE_SLOTS,
     STEP_SECONDS,
     STEP_TOKENS,
     TTFT,
+    WINDOW_PAGES,
     MetricSink,
 )
 from engine.observability.observer import EngineObserver
@@ -154,9 +156,21 @@ class EngineMetrics(EngineObserver):
         self._sink.set(KV_CACHED, counts.cached / total)
         for state in ("free", "cached", "used", "shared"):
             self._sink.set(KV_BLOCKS, getattr(counts, state), state=state)
+        self._report_attachments()
         if evicted := self._block_manager.prefix_cache.num_evicted - self._num_evicted:
             self._sink.increment(BLOCKS_EVICTED, evicted)
             self._num_evicted += evicted
+
+    def _report_attachments(self) -> None:
+        """Report the pages of windows and the states of recurrent layers, if the model has any."""
+        for window in self._block_manager.windows:
+            counts = window.pages.counts()
+            for state in ("free", "cached", "used"):
+                self._sink.set(WINDOW_PAGES, getattr(counts, state), window=str(window.window), state=state)
+        if (states := self._block_manager.states) is not None:
+            counts = states.slots.counts()
+            for state, count in (("free", counts.free), ("snapshot", counts.cached), ("used", counts.used)):
+                self._sink.set(STATE_SLOTS, count, state=state)
 
     def _token_generated(self, sequence: Sequence, now: float, intervals: Counter[float]) -> None:
         times = self._times[sequence.request_id]

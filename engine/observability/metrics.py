@@ -72,6 +72,15 @@ REQUESTS_SWAPPED = Metric("num_requests_swapped", "gauge", "Requests preempted t
 KV_USAGE = Metric("kv_cache_usage_ratio", "gauge", "Share of KV blocks in use by sequences, 0 to 1.")
 KV_CACHED = Metric("kv_cache_cached_ratio", "gauge", "Share of KV blocks free but still holding a cached prefix.")
 KV_BLOCKS = Metric("kv_blocks", "gauge", "KV blocks by state; the used blocks include the shared ones.", ("state",))
+WINDOW_PAGES = Metric(
+    "window_pages",
+    "gauge",
+    "Pages of layers with a sliding window, by the window's tokens and by state.",
+    ("window", "state"),
+)
+STATE_SLOTS = Metric(
+    "state_slots", "gauge", "States of recurrent layers: used by sequences, kept as snapshots, or free.", ("state",)
+)
 ENGINE_INFO = Metric(
     "engine_info",
     "gauge",

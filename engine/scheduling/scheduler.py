@@ -114,6 +114,7 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Choose the next step's batch and allocate its blocks; empty if nothing is unfinished."""
+        self.block_manager.slide(self.running)
         max_step_tokens = self._max_step_tokens()
         step = StepBuilder(self.queues, max_step_tokens, self._chunk_limit)
         if self._any_awaits_token:
@@ -233,8 +234,6 @@ class Scheduler:
         """Allocate the block of a sequence's last token if it is the first in it, unless the sequence is preempted."""
         blocks, num_tokens = self.block_manager, sequence.num_tokens
         num_lacking = int(num_tokens > len(sequence.block_table) * blocks.block_size)
-        if num_lacking:
-            blocks.slide(sequence)
         if self._in_flight and num_lacking > blocks.num_growable_blocks:
             self._wait_for_blocks([sequence], step)
         elif not num_lacking or self._preemption.make_room(num_lacking, sequence.group, step):
@@ -254,8 +253,6 @@ class Scheduler:
         """
         group, blocks = first.group, self.block_manager
         members = [first] if first.is_single else [member for member in self.running if member.group is group]
-        for member in members:
-            blocks.slide(member)
         growths = plan_group(members, step.max_chunk(), blocks)
         while not blocks.can_grow(growths):
             if self._in_flight:

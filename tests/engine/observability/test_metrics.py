@@ -201,6 +201,19 @@ def test_blocks_and_sequences_by_state() -> None:
     assert sink.gauges[m.KV_CACHED] == sink.gauges[m.KV_BLOCKS, "cached"] / 10 > 0
 
 
+def test_pages_of_windows_and_states_of_recurrent_layers() -> None:
+    engine, sink = start(block_size=4, windows=((8, 20),), num_slots=6)
+    engine.add_request(EngineRequest("a", list(range(30)), SamplingParams(max_tokens=5)))
+    engine.step()
+    engine.step()
+    used, slots = sink.gauges[m.WINDOW_PAGES, "8", "used"], sink.gauges[m.STATE_SLOTS, "used"]
+    assert (used, slots, sink.gauges[m.STATE_SLOTS, "snapshot"]) == (3, 1, 1)
+    run_to_end(engine)
+    assert sink.gauges[m.WINDOW_PAGES, "8", "used"] == sink.gauges[m.STATE_SLOTS, "used"] == 0
+    assert sink.gauges[m.WINDOW_PAGES, "8", "cached"] > 0
+    assert sink.gauges[m.STATE_SLOTS, "free"] + sink.gauges[m.STATE_SLOTS, "snapshot"] == 6
+
+
 def test_guessed_tokens_and_those_gained_by_them() -> None:
     engine, sink = start(speculative_config={"method": "ngram", "num_speculative_tokens": 3})
     engine.add_request(EngineRequest("a", [1, 2, 3, 1, 2, 3], SamplingParams(temperature=0, max_tokens=9)))

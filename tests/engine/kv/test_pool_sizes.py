@@ -1,0 +1,69 @@
+"""How memory is divided between blocks, the pages of windows and states."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.kv.layer_cache import KeyValue, LayerCache, State
+from engine.kv.pool_sizes import PageSizes, PoolSizes, pages_in_reach, smallest, snapshots_left
+
+FULL, WINDOW, STATE = KeyValue(2, 8, 8), KeyValue(2, 8, 8, window=32), State(((4, 4), (16,)))
+LIMITS = {"max_num_seqs": 100, "max_step_tokens": 64}
+
+
+def sizes_of(*layers: LayerCache) -> PageSizes:
+    return PageSizes.of(layers, block_size=16, element_size=2)
+
+
+@pytest.mark.parametrize(("window", "pages"), [(1, 1), (2, 2), (16, 2), (17, 2), (18, 3), (32, 3), (33, 3), (34, 4)])
+def test_the_next_token_reaches_so_many_pages_at_most(window: int, pages: int) -> None:
+    assert max(position // 16 - max(0, position - window + 1) // 16 + 1 for position in range(200)) == pages
+    assert pages_in_reach(window, 16) == pages
+
+
+def test_each_kind_has_its_page_size() -> None:
+    sizes = sizes_of(FULL, WINDOW, STATE, WINDOW)
+    assert (sizes.block, sizes.windows, sizes.slot) == (16 * 64, ((32, 2 * 16 * 64),), 4 * 32)
+    assert not sizes.are_blocks_alone
+    assert sizes_of(FULL, FULL).are_blocks_alone
+    assert sizes.num_bytes(PoolSizes(3, 0, (2,), 5)) == 3 * 1024 + 2 * 2048 + 5 * 128
+
+
+@pytest.mark.parametrize("num_tokens", [16, 100, 1000])
+def test_memory_is_divided_for_sequences_of_a_length(num_tokens: int) -> None:
+    sizes = sizes_of(FULL, WINDOW, STATE)
+    memory = 10 * sizes.bytes_of_sequence(num_tokens, 2) + 4 * sizes.windows[0][1]
+    pools = sizes.divide(memory, num_tokens=num_tokens, num_snapshots=2, **LIMITS)
+    blocks = -(-num_tokens // 16)
+    assert pools == PoolSizes(10 * blocks, 0, (10 * min(blocks, 3) + 4,), 30, 10)
+    assert sizes.num_bytes(pools) == memory
+
+
+def test_no_more_than_the_sequences_of_a_batch_is_taken() -> None:
+    sizes = sizes_of(FULL, WINDOW)
+    pools = sizes.divide(2**40, num_tokens=160, num_snapshots=2, **LIMITS)
+    assert pools == PoolSizes(1000, 0, (304,), 0, 0)
+
+
+def test_without_full_attention_blocks_take_no_memory_and_are_many() -> None:
+    sizes = sizes_of(STATE)
+    pools = sizes.divide(30 * sizes.slot, num_tokens=160, num_snapshots=2, **LIMITS)
+    assert pools == PoolSizes(1000, 0, (), 30, 10)
+
+
+def test_too_little_memory_for_one_sequence_gives_no_block() -> None:
+    sizes = sizes_of(FULL, STATE)
+    memory = sizes.bytes_of_sequence(160, 2) - 1
+    assert sizes.divide(memory, num_tokens=160, num_snapshots=2, **LIMITS).num_blocks == 0
+
+
+@pytest.mark.parametrize(
+    ("slots", "each", "left"), [(30, 2, 10), (30, 0, 0), (1, 2, 0), (2, 2, 0), (3, 2, 1), (8, 1, 2)]
+)
+def test_half_of_the_snapshots_slots_are_lent_to_sequences(slots: int, each: int, left: int) -> None:
+    assert snapshots_left(slots, each) == left
+
+
+def test_every_rank_has_the_pages_that_all_have() -> None:
+    assert smallest([PoolSizes(3, 1, (5, 2), 4, 1), PoolSizes(2, 1, (6, 1), 5, 1)]) == PoolSizes(2, 1, (5, 1), 4, 1)
+    assert smallest([PoolSizes(3)]) == PoolSizes(3)
