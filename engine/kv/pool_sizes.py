@@ -99,6 +99,9 @@ class PageSizes:
     ) -> PoolSizes:
         """Divide ``memory`` bytes for sequences of ``num_tokens``, at most what ``max_num_seqs`` can use.
 
+        Little memory may not hold the pages that a step writes to beside those in reach. Then every block has a page of
+        each window, and none need be freed.
+
         Args:
             max_step_tokens: tokens of a step, which write to as many slots of every window before any is freed.
             num_snapshots: of each sequence.
@@ -106,6 +109,8 @@ class PageSizes:
         step_pages = -(-max_step_tokens // self.block_size)
         left = memory - sum(step_pages * size for _, size in self.windows)
         num_seqs = min(max(left, 0) / self.bytes_of_sequence(num_tokens, num_snapshots), max_num_seqs)
+        if self.windows and num_seqs < 1:
+            return self._divide_evenly(memory, num_tokens, num_snapshots)
         num_blocks = int(num_seqs * -(-num_tokens // self.block_size))
         if not self.block:
             num_blocks = min(max_num_seqs * -(-num_tokens // self.block_size), _MAX_EMPTY_BLOCKS)
@@ -113,6 +118,18 @@ class PageSizes:
         return PoolSizes(
             num_blocks=num_blocks if num_seqs >= 1 else 0,
             num_window_pages=tuple(int(num_seqs * pages) + step_pages for pages in self.window_pages(num_tokens)),
+            num_slots=num_slots,
+            num_snapshots=snapshots_left(num_slots, num_snapshots),
+        )
+
+    def _divide_evenly(self, memory: int, num_tokens: int, num_snapshots: int) -> PoolSizes:
+        """Divide ``memory`` for one sequence or more, with as many pages of each window as blocks."""
+        num_slots = 1 + num_snapshots if self.slot else 0
+        of_blocks = self.block + sum(size for _, size in self.windows)
+        num_blocks = max(memory - num_slots * self.slot, 0) // of_blocks
+        return PoolSizes(
+            num_blocks=num_blocks if num_blocks * self.block_size >= num_tokens else 0,
+            num_window_pages=(num_blocks,) * len(self.windows),
             num_slots=num_slots,
             num_snapshots=snapshots_left(num_slots, num_snapshots),
         )
