@@ -3,6 +3,7 @@
     ClusterView                 the replicas listed by Serve; ranks them for a Dispatch and counts it in their load
       +-- RoutingState          applies KV events and load reports; owns the lock
       |     +-- KVIndex         which replica holds which blocks
+      |     +-- StateIndex      after which of them a hit may resume, where a model has states
       |     +-- ReplicaTable    how busy each replica is, as the cost of an empty prompt (cost.py)
       +-- RoutingPolicy         cost of this prompt on each replica -> ranking
       +-- RecentlyRouted        the last routed requests, for the web page

@@ -109,7 +109,7 @@ class ClusterView:
                 self.routing.add_unknown(candidates)
             self._table.expire_reports(self._clock())
             prompt = PromptBlocks(dispatch.request.num_tokens, hashes, block_size)
-            decision = self._policy.choose(candidates, prompt, self._index.num_cached_blocks(hashes), dispatch.avoid)
+            decision = self._policy.choose(candidates, prompt, self.routing.num_cached_blocks(prompt), dispatch.avoid)
         for metric, num_blocks in (
             (ROUTING_PREDICTED_HIT_TOKENS, decision.num_cached_blocks),
             (ROUTING_BEST_HIT_TOKENS, decision.max_cached_blocks),

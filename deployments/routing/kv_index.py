@@ -93,6 +93,11 @@ class KVIndex:
                 self._unmask(holdings.bit, block)
             blocks.clear()
 
+    def is_assumed(self, replica: str, block: int) -> bool:
+        """Whether ``replica`` is taken to hold a block that no event has reported, or whose events are lost."""
+        holdings = self._holdings.get(replica)
+        return holdings is not None and block in holdings.assumed
+
     def blocks(self, replica: str) -> frozenset[int]:
         """Return the confirmed blocks of ``replica``."""
         holdings = self._holdings.get(replica)

@@ -1,21 +1,24 @@
 """RoutingState: the caches and loads of a deployment's replicas, as their messages report them.
 
     KV events, snapshots --> KVIndex       which replica holds which blocks
+                             StateIndex    after which of them a hit may resume, where a model has states
     load reports         --> ReplicaTable  how busy each replica is
 
-It owns the lock for both: the event subscriber's thread calls it, while ClusterView reads and updates the same objects
+It owns the lock for all: the event subscriber's thread calls it, while ClusterView reads and updates the same objects
 for the requests. It knows neither Ray nor sockets nor what the time is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import inf
 from threading import Lock
 
+from deployments.routing.cost import PromptBlocks
 from deployments.routing.kv_index import KVIndex
 from deployments.routing.options import RoutingOptions
 from deployments.routing.replica_table import ReplicaTable
+from deployments.routing.state_index import StateIndex
 from engine.observability.load import EngineLoad
 
 __all__ = ["RoutingState"]
@@ -28,8 +31,9 @@ class RoutingState:
     """The replicas' caches and loads; times are monotonic seconds.
 
     Attributes:
-        lock: held while the index or the table is read or changed.
+        lock: held while an index or the table is read or changed.
         index: the blocks that each replica holds.
+        states: the blocks after which a hit on a replica may resume, if its model has states.
         table: the load of each replica.
         block_size: tokens per block.
     """
@@ -37,6 +41,7 @@ class RoutingState:
     def __init__(self, options: RoutingOptions) -> None:
         self.lock = Lock()
         self.index = KVIndex()
+        self.states = StateIndex()
         self.table = ReplicaTable(options)
         self.block_size = 16
 
@@ -47,6 +52,7 @@ class RoutingState:
         for gone in self.table.by_name.keys() - set(names):
             self.table.remove(gone)
             self.index.remove_replica(gone)
+            self.states.remove_replica(gone)
         self.add_unknown(names)
 
     def add_unknown(self, names: Collection[str]) -> None:
@@ -55,6 +61,14 @@ class RoutingState:
             if name not in self.table.by_name:
                 self.table.add(name)
                 self.index.add_replica(name)
+
+    def num_cached_blocks(self, prompt: PromptBlocks) -> Mapping[str, int]:
+        """Return how many leading blocks of a prompt each replica need not compute; absent means none."""
+        num_blocks = self.index.num_cached_blocks(prompt.hashes)
+        if not self.states:
+            return num_blocks
+        max_blocks = max(0, prompt.num_tokens - 1) // prompt.block_size
+        return self.states.resumable(prompt.hashes, num_blocks, max_blocks, self.index.is_assumed)
 
     def assume(self, replica: str, hashes: Sequence[int], now: float) -> None:
         """Assume that a replica will hold ``hashes``, the blocks of a prompt that it is going to compute."""
@@ -81,21 +95,38 @@ class RoutingState:
         """Record that a replica holds nothing: its cache was reset or its engine restarted."""
         with self.lock:
             self.index.cleared(replica)
+            self.states.cleared(replica)
             self._confirm(replica)
 
-    def replaced(self, replica: str, hashes: Iterable[int]) -> None:
+    def states_stored(self, replica: str, hashes: Iterable[int]) -> None:
+        """Record that a hit on a replica may resume after these blocks."""
+        with self.lock:
+            if replica in self.table.by_name:
+                self.states.stored(replica, hashes)
+
+    def states_removed(self, replica: str, hashes: Iterable[int]) -> None:
+        """Record that a hit on a replica may no longer resume after these blocks."""
+        with self.lock:
+            if replica in self.table.by_name:
+                self.states.removed(replica, hashes)
+
+    def replaced(self, replica: str, hashes: Iterable[int], states: Iterable[int] | None = None) -> None:
         """Record that a replica holds exactly ``hashes``: a snapshot, which later events continue.
 
-        Applied in slices, with decisions in between: a million blocks take a quarter of a second.
+        A hit may resume after ``states`` only; None: the replica's model has no states. The blocks are applied in
+        slices, with decisions in between: a million of them take a quarter of a second.
         """
         held = list(hashes)
         with self.lock:
             self._confirm(replica)
+            self.states.remove_replica(replica)
             gone = list(self.index.blocks(replica).difference(held))
         for change, blocks in ((self.index.removed, gone), (self.index.stored, held)):
             for start in range(0, len(blocks), _SLICE):
                 with self.lock:
                     change(replica, blocks[start : start + _SLICE])
+        if states is not None:
+            self.states_stored(replica, states)
 
     def events_lost(self, replica: str) -> None:
         """Record that a replica's events are missing: until a snapshot comes, model its cache as an LRU cache."""

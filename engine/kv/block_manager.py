@@ -56,7 +56,7 @@ class BlockManager:
         num_slots: slots for the states of recurrent layers and their snapshots; 0: the model has no states.
         num_snapshots: of these, slots that running sequences leave to snapshots.
         enable_prefix_caching: publish full blocks and match prefixes.
-        record_events: collect the prefix cache's KV events.
+        record_events: collect the KV events of the prefix cache and of snapshots.
     """
 
     def __init__(
@@ -80,7 +80,8 @@ class BlockManager:
             WindowPages(index, window, num_pages, block_size, self.pool.blocks)
             for index, (window, num_pages) in enumerate(windows)
         ]
-        self.states = StateSlots(num_slots, num_snapshots) if num_slots else None
+        blocks = self.pool.blocks
+        self.states = StateSlots(num_slots, num_snapshots, blocks, record_events=record_events) if num_slots else None
         self.prefix_cache.attachments = [*self.windows, *([self.states] if self.states is not None else [])]
 
     @property

@@ -4,13 +4,18 @@ Hashes are the chained ones of ``prefix_hash``, so equal hashes on two replicas 
 step are one batch. Batches are numbered within a run of the engine, so that the router detects a gap or a restart. All
 events in order give exactly the published blocks. The parent of a stored block is nearly always stored too, but this
 is not guaranteed: see ``prefix_cache``.
+
+A model with recurrent layers resumes a hit only where a snapshot of their states was kept. For such a model, all events
+in order also give exactly the published blocks that have a snapshot; no other model reports states. The blocks after
+the last one with a state are worth nothing to a prompt. A sliding window, too, may shorten a hit, where pages within
+its reach were lost. The events do not say that: whether the pages suffice depends on the prompt.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["AllBlocksCleared", "BlockRemoved", "BlockStored", "KVEvent", "KVEventBatch"]
+__all__ = ["AllBlocksCleared", "BlockRemoved", "BlockStored", "KVEvent", "KVEventBatch", "StateRemoved", "StateStored"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +34,24 @@ class BlockRemoved:
 
 @dataclass(frozen=True, slots=True)
 class AllBlocksCleared:
-    """The prefix cache was reset."""
+    """The prefix cache was reset; no state is left either."""
 
 
-KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
+@dataclass(frozen=True, slots=True)
+class StateStored:
+    """A published block has a snapshot of the states after its last token: a hit may resume there."""
+
+    block_hash: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateRemoved:
+    """The snapshot of a block was evicted, or the block was."""
+
+    block_hash: int
+
+
+KVEvent = BlockStored | BlockRemoved | AllBlocksCleared | StateStored | StateRemoved
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable
+from collections.abc import Sequence as GenericSequence
 
 from engine.kv.block_pool import Block, BlockPool
 from engine.kv.host_pool import BlockPair
+from engine.kv.state_events import StateEvents
 from engine.sequence import Sequence
 
 __all__ = ["StateSlots"]
@@ -34,6 +36,8 @@ class StateSlots:
     Args:
         num_slots: slots in the pool.
         num_snapshots: of these, slots that running sequences leave to snapshots.
+        blocks: the blocks on which snapshots hang.
+        record_events: collect the changes of snapshots, for ``events``.
 
     Attributes:
         max_used: sequences that may have a slot at once. The other slots are for snapshots.
@@ -41,15 +45,19 @@ class StateSlots:
         saves: the snapshots that this step's prefills write: of each sequence the number of tokens that each one has
             seen, and its slot.
         num_evicted: snapshots that were lost because a slot was needed.
+        events: what a router is told of the snapshots.
     """
 
-    def __init__(self, num_slots: int, num_snapshots: int) -> None:
+    def __init__(
+        self, num_slots: int, num_snapshots: int, blocks: GenericSequence[Block], *, record_events: bool = False
+    ) -> None:
         self.max_used = num_slots - num_snapshots
         self.slots = BlockPool(num_slots)
         self.saves: dict[Sequence, list[tuple[int, int]]] = {}
         self.num_evicted = 0
         self._num_used = 0
         self._by_block: dict[int, Block] = {}  # the snapshot that hangs on each block
+        self.events = StateEvents(blocks, self._by_block, record=record_events)
         self._sources: dict[int, int] = {}  # the copies before the next step: target -> source
         self._held: list[Block] = []  # sources of these copies, until they are made
         self._backups: dict[Sequence, Block] = {}  # of sequences whose step computes draft tokens
@@ -155,6 +163,8 @@ class StateSlots:
         slot = self._by_block.pop(source.block_id)
         self._by_block[target.block_id] = slot
         slot.block_hash = target.block_id
+        self.events.changed(source.block_id)
+        self.events.changed(target.block_id)
 
     def detach(self, block_id: int) -> None:
         """Drop the snapshot that hangs on a block, if there is one: the block will hold other tokens."""
@@ -166,6 +176,7 @@ class StateSlots:
         slot = self._by_block.pop(block_id, None)
         if slot is None:
             return
+        self.events.changed(block_id)
         slot.forget_content()
         self._sources.pop(slot.block_id, None)
         if slot.ref_count == 0:
@@ -175,6 +186,7 @@ class StateSlots:
         """Drop every snapshot."""
         for block_id in list(self._by_block):
             self.detach(block_id)
+        self.events.cleared()
 
     # --- a step -------------------------------------------------------------------------------------------------
 
@@ -188,9 +200,9 @@ class StateSlots:
         self._held.clear()
         for block, slot in self._saved:
             if block is not None and block.block_id not in self._by_block:
-                self._by_block[block.block_id] = slot
-                slot.block_hash = block.block_id
-            self.slots.release(slot)
+                self._attach(block.block_id, slot)
+            else:
+                self.slots.release(slot)
         self._saved.clear()
         return copies, saves
 
@@ -207,6 +219,7 @@ class StateSlots:
         """Let a slot, which is in use, become the snapshot of a block."""
         slot.block_hash = block_id
         self._by_block[block_id] = slot
+        self.events.changed(block_id)
         self.slots.release(slot)
 
     def _copy(self, source: int, target: int) -> None:
@@ -216,6 +229,7 @@ class StateSlots:
     def _take_over(self, block_id: int, snapshot: Block) -> None:
         """Let a snapshot become a used slot."""
         del self._by_block[block_id]
+        self.events.changed(block_id)
         self.slots.retain(snapshot)
         snapshot.forget_content()
 

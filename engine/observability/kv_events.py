@@ -1,4 +1,4 @@
-"""KVEventReporter: reports the changes of the prefix cache, one numbered batch after each step."""
+"""KVEventReporter: reports the changes of the prefix cache and its snapshots, one numbered batch after each step."""
 
 from __future__ import annotations
 
@@ -35,6 +35,9 @@ class KVEventReporter(EngineObserver):
         self._report()
 
     def _report(self) -> None:
-        if events := self._block_manager.prefix_cache.take_events():
+        events, states = self._block_manager.prefix_cache.take_events(), self._block_manager.states
+        if states is not None:
+            events += states.events.take()
+        if events:
             self._callback(KVEventBatch(self._run_id, self._num_batches, events))
             self._num_batches += 1

@@ -6,7 +6,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from threading import Condition
 
-from engine.kv.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, KVEventBatch
+from engine.kv.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVEvent,
+    KVEventBatch,
+    StateRemoved,
+    StateStored,
+)
 from engine.observability.load import EngineLoad
 from tests.waiting import HANG_S
 
@@ -16,6 +24,7 @@ class Known:
 
     def __init__(self) -> None:
         self.blocks: defaultdict[str, set[int]] = defaultdict(set)
+        self.states: dict[str, set[int]] = {}  # of the replicas whose model has states
         self.calls: list[tuple[str, str]] = []  # (method, replica)
         self.awaiting: defaultdict[str, list[list[int]]] = defaultdict(list)  # announced prompts
         self.reports: defaultdict[str, list[tuple[EngineLoad, float]]] = defaultdict(list)
@@ -31,10 +40,22 @@ class Known:
 
     def cleared(self, replica: str) -> None:
         self.blocks[replica].clear()
+        self.states.get(replica, set()).clear()
         self._note("cleared", replica)
 
-    def replaced(self, replica: str, hashes: Iterable[int]) -> None:
+    def states_stored(self, replica: str, hashes: Iterable[int]) -> None:
+        self.states.setdefault(replica, set()).update(hashes)
+        self._note("states_stored", replica)
+
+    def states_removed(self, replica: str, hashes: Iterable[int]) -> None:
+        self.states.setdefault(replica, set()).difference_update(hashes)
+        self._note("states_removed", replica)
+
+    def replaced(self, replica: str, hashes: Iterable[int], states: Iterable[int] | None = None) -> None:
         self.blocks[replica] = set(hashes)
+        self.states.pop(replica, None)
+        if states is not None:
+            self.states[replica] = set(states)
         self._note("replaced", replica)
 
     def awaited(self, replica: str, hashes: Sequence[int], *, now: float) -> None:
@@ -73,6 +94,14 @@ def stored(*hashes: int) -> tuple[KVEvent, ...]:
 
 def removed(*hashes: int) -> tuple[KVEvent, ...]:
     return tuple(BlockRemoved(block_hash) for block_hash in hashes)
+
+
+def states_stored(*hashes: int) -> tuple[KVEvent, ...]:
+    return tuple(StateStored(block_hash) for block_hash in hashes)
+
+
+def states_removed(*hashes: int) -> tuple[KVEvent, ...]:
+    return tuple(StateRemoved(block_hash) for block_hash in hashes)
 
 
 CLEARED: tuple[KVEvent, ...] = (AllBlocksCleared(),)

@@ -56,6 +56,8 @@ _snapshot_decoder = msgspec.msgpack.Decoder(Snapshot)
 
 def encode(message: AwaitedMessage | EventsMessage | LoadMessage | Snapshot) -> bytes:
     """Return a message as msgpack."""
+    if isinstance(message, Snapshot) and message.packed_states is None:
+        return _encode((message.run_id, message.number, message.packed))  # as ingresses before states expect it
     return _encode(message)
 
 
@@ -85,6 +87,7 @@ def decode_snapshot(data: bytes) -> Snapshot:
     """Return the snapshot in ``data``; raises KVMessageError if it is anything else."""
     message = _decode(_snapshot_decoder, data, MAX_SNAPSHOT_BYTES)
     _check_packed(message.packed)
+    _check_packed(message.packed_states or b"")
     return message
 
 

@@ -20,6 +20,8 @@ from typing import Protocol
 from deployments.observability.ingress_metrics import KV_INDEX_GAPS
 from deployments.transport.kv_events.messages import (
     REMOVED,
+    STATE_REMOVED,
+    STATE_STORED,
     STORED,
     AwaitedMessage,
     EventsMessage,
@@ -48,8 +50,17 @@ class Listener(Protocol):
     def cleared(self, replica: str) -> None:
         """The replica holds no blocks."""
 
-    def replaced(self, replica: str, hashes: Iterable[int]) -> None:
-        """The replica holds exactly these blocks (a snapshot); events continue from here."""
+    def states_stored(self, replica: str, hashes: Iterable[int]) -> None:
+        """A hit on the replica, whose model has states, may resume after these blocks."""
+
+    def states_removed(self, replica: str, hashes: Iterable[int]) -> None:
+        """A hit on the replica, whose model has states, may no longer resume after these blocks."""
+
+    def replaced(self, replica: str, hashes: Iterable[int], states: Iterable[int] | None = None) -> None:
+        """The replica holds exactly these blocks (a snapshot); events continue from here.
+
+        A hit may resume after ``states`` only; None: its model has no states.
+        """
 
     def awaited(self, replica: str, hashes: Sequence[int], *, now: float) -> None:
         """A prompt of these blocks has joined the replica's queue; the missing ones will be computed."""
@@ -124,7 +135,7 @@ class ReplicaFeed:
         self._message_arrived(now)
         if nonce != self.nonce:
             return
-        self._listener.replaced(self._replica, message.hashes)
+        self._listener.replaced(self._replica, message.hashes, message.states)
         self._run_id, self._next_number = message.run_id, message.number + 1
         self._is_synced, self._reported_lost, self._num_failures, self.nonce = True, False, 0, None
 
@@ -150,6 +161,10 @@ class ReplicaFeed:
                 self._listener.stored(self._replica, hashes)
             elif kind == REMOVED:
                 self._listener.removed(self._replica, hashes)
+            elif kind == STATE_STORED:
+                self._listener.states_stored(self._replica, hashes)
+            elif kind == STATE_REMOVED:
+                self._listener.states_removed(self._replica, hashes)
             else:
                 self._listener.cleared(self._replica)
 

@@ -6,14 +6,15 @@ A ZeroMQ message has two frames: the topic (topics.py) and a msgpack array with 
     EventsMessage   run_id, number, sent_at, [[kind, hashes], ...]  after a step that changed the prefix cache
     AwaitedMessage  hashes                                          when a request joins the queue
     LoadMessage     run_id, number, load or nil                     when the load changes, and every heartbeat
-    Snapshot        run_id, number, hashes                          on request, to one subscriber
+    Snapshot        run_id, number, hashes[, states]                on request, to one subscriber
 
     run_id      identifies one run of the engine, from its start to its end; 0 until it publishes its first batch
     number      consecutive number of the batch of events; in the other messages, of the last batch sent before them.
                 A subscriber that finds a number missing has a gap: it ignores events until it gets a snapshot (feed.py)
     sent_at     Unix seconds of the sender
-    kind        0 stored, 1 removed, 2 cleared
+    kind        0 stored, 1 removed, 2 cleared; of a model with recurrent layers also 3 state stored, 4 state removed
     hashes      bytes, 64-bit little-endian words
+    states      hashes of the blocks after which a hit may resume; absent if the model has no states
     load        an EngineLoad
 
 This module knows neither sockets nor receivers.
@@ -28,7 +29,15 @@ import msgspec
 from msgspec import Meta
 
 from deployments.transport.hashes import pack_hashes, unpack_hashes
-from engine.kv.events import AllBlocksCleared, BlockStored, KVEvent, KVEventBatch
+from engine.kv.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVEvent,
+    KVEventBatch,
+    StateRemoved,
+    StateStored,
+)
 from engine.observability.load import EngineLoad
 
 __all__ = [
@@ -36,6 +45,8 @@ __all__ = [
     "MAX_EVENT_GROUPS",
     "MAX_SNAPSHOT_BYTES",
     "REMOVED",
+    "STATE_REMOVED",
+    "STATE_STORED",
     "STORED",
     "AwaitedMessage",
     "EventsMessage",
@@ -50,8 +61,17 @@ MAX_EVENT_GROUPS = 2**16  # of one step's events
 STORED: Final = 0
 REMOVED: Final = 1
 CLEARED: Final = 2
+STATE_STORED: Final = 3
+STATE_REMOVED: Final = 4
 
-_Kind: TypeAlias = Literal[0, 1, 2]  # STORED, REMOVED or CLEARED
+_Kind: TypeAlias = Literal[0, 1, 2, 3, 4]  # STORED, REMOVED, CLEARED, STATE_STORED or STATE_REMOVED
+_KINDS: Final[dict[type[KVEvent], _Kind]] = {
+    BlockStored: STORED,
+    BlockRemoved: REMOVED,
+    AllBlocksCleared: CLEARED,
+    StateStored: STATE_STORED,
+    StateRemoved: STATE_REMOVED,
+}
 _Count: TypeAlias = Annotated[int, Meta(ge=0)]  # at most 64 bits in msgpack
 _Number: TypeAlias = Annotated[int, Meta(ge=-1)]  # -1: no batch yet
 _Measure: TypeAlias = Annotated[float, Meta(ge=0, le=1e15)]  # excludes NaN and infinity
@@ -89,16 +109,22 @@ class AwaitedMessage(_Message, frozen=True):
 
 
 class Snapshot(_Message, frozen=True):
-    """All cached blocks after batch ``number``."""
+    """All cached blocks after batch ``number``, and those after which a hit may resume."""
 
     run_id: _Count
     number: _Number
     packed: _Packed
+    packed_states: _Packed | None = None  # None: a hit may resume after every block
 
     @property
     def hashes(self) -> Sequence[int]:
         """The hashes of all blocks, in no order."""
         return unpack_hashes(self.packed)
+
+    @property
+    def states(self) -> Sequence[int] | None:
+        """The hashes of the blocks with a state, in no order; None if the model has no states."""
+        return None if self.packed_states is None else unpack_hashes(self.packed_states)
 
 
 class LoadMessage(_Message, frozen=True):
@@ -113,16 +139,10 @@ def events_message(batch: KVEventBatch, sent_at: float) -> EventsMessage:
     """Return the message of a batch: its events in order."""
     groups: list[tuple[_Kind, list[int]]] = []
     for event in batch.events:
-        kind = _kind(event)
+        kind = _KINDS[type(event)]
         if not groups or groups[-1][0] != kind:
             groups.append((kind, []))
         if not isinstance(event, AllBlocksCleared):
             groups[-1][1].append(event.block_hash)
     packed = [(kind, pack_hashes(hashes)) for kind, hashes in groups]
     return EventsMessage(batch.run_id, batch.number, sent_at, packed)
-
-
-def _kind(event: KVEvent) -> _Kind:
-    if isinstance(event, AllBlocksCleared):
-        return CLEARED
-    return STORED if isinstance(event, BlockStored) else REMOVED

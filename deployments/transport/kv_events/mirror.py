@@ -11,7 +11,14 @@ from collections.abc import Iterable
 
 from deployments.transport.hashes import pack_hashes
 from deployments.transport.kv_events.codec import encode
-from deployments.transport.kv_events.messages import REMOVED, STORED, EventsMessage, Snapshot
+from deployments.transport.kv_events.messages import (
+    REMOVED,
+    STATE_REMOVED,
+    STATE_STORED,
+    STORED,
+    EventsMessage,
+    Snapshot,
+)
 
 __all__ = ["KVMirror", "PackedSet"]
 
@@ -52,26 +59,36 @@ class PackedSet:
 
 
 class KVMirror:
-    """The block hashes that an engine holds after its last batch."""
+    """The block hashes that an engine holds after its last batch, and those of them that have a state."""
 
     def __init__(self) -> None:
         self.run_id = 0
         self.number = -1  # of the last batch; -1: no batch yet
         self._hashes = PackedSet()
+        self._states: PackedSet | None = None  # None: no event has said that the model has states
         self._snapshot: bytes | None = None  # of the current state, once it was requested
 
     def apply(self, message: EventsMessage) -> None:
         """Apply a batch. If batches before it are missing, forget everything older: they may have removed it."""
         if message.run_id != self.run_id or message.number != self.number + 1:
-            self._hashes.clear()
+            self._clear()
         for kind, hashes in message.changes():
             if kind == STORED:
                 self._hashes.update(hashes)
             elif kind == REMOVED:
                 self._hashes.difference_update(hashes)
+            elif kind in (STATE_STORED, STATE_REMOVED):
+                self._states = self._states or PackedSet()
+                change = self._states.update if kind == STATE_STORED else self._states.difference_update
+                change(hashes)
             else:
-                self._hashes.clear()
+                self._clear()
         self.run_id, self.number, self._snapshot = message.run_id, message.number, None
+
+    def _clear(self) -> None:
+        self._hashes.clear()
+        if self._states is not None:
+            self._states.clear()
 
     @property
     def has_snapshot(self) -> bool:
@@ -81,5 +98,6 @@ class KVMirror:
     def snapshot(self) -> bytes:
         """Return the encoded snapshot of the current state; it is built once."""
         if self._snapshot is None:
-            self._snapshot = encode(Snapshot(self.run_id, self.number, pack_hashes(self._hashes.words)))
+            states = None if self._states is None else pack_hashes(self._states.words)
+            self._snapshot = encode(Snapshot(self.run_id, self.number, pack_hashes(self._hashes.words), states))
         return self._snapshot

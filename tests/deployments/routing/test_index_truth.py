@@ -27,6 +27,7 @@ from engine.engine import Engine
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from tests.deployments.kv_listener import Known
+from tests.engine.kv.test_events import blocks_with_state
 from tests.engine.shadow import make_engine
 from tests.waiting import until
 
@@ -62,6 +63,7 @@ class Replica:
             block_size=4,
             num_blocks=NUM_BLOCKS,
             num_host_blocks=NUM_BLOCKS * (name == "r2"),
+            num_slots=12 * (name == "r10"),
             on_kv_events=self.publisher.publish_events,
             max_num_batched_tokens=64,
         )
@@ -89,6 +91,11 @@ class Replica:
         """The blocks in the engine's prefix cache."""
         return set(self.engine.block_manager.prefix_cache.published_hashes())
 
+    @property
+    def states(self) -> set[int]:
+        """The blocks after which a prompt's match can resume."""
+        return blocks_with_state(self.engine.block_manager)
+
 
 class Indexed(Known):
     """A listener that also updates a RoutingState."""
@@ -110,12 +117,22 @@ class Indexed(Known):
         self.routing.cleared(replica)
         super().cleared(replica)
 
-    def replaced(self, replica: str, hashes: Iterable[int]) -> None:
-        self.routing.replaced(replica, hashes)
-        super().replaced(replica, hashes)
+    def states_stored(self, replica: str, hashes: Iterable[int]) -> None:
+        self.routing.states_stored(replica, hashes)
+        super().states_stored(replica, hashes)
 
-    def knows(self, replica: str, blocks: set[int]) -> bool:
-        """Return whether both hold exactly these blocks for the replica."""
+    def states_removed(self, replica: str, hashes: Iterable[int]) -> None:
+        self.routing.states_removed(replica, hashes)
+        super().states_removed(replica, hashes)
+
+    def replaced(self, replica: str, hashes: Iterable[int], states: Iterable[int] | None = None) -> None:
+        self.routing.replaced(replica, hashes, states)
+        super().replaced(replica, hashes, states)
+
+    def knows(self, replica: str, blocks: set[int], states: set[int]) -> bool:
+        """Return whether both hold exactly these blocks and states for the replica."""
+        if self.states.get(replica, set()) != states or (self.routing.states.states(replica) or set()) != states:
+            return False
         return self.blocks[replica] == blocks == self.routing.index.blocks(replica)
 
     def num_indexed(self) -> int:
@@ -159,7 +176,7 @@ class Cluster:
         for known, _ in self.ingresses:
             for name, replica in self.replicas.items():
                 until(
-                    lambda k=known, n=name, r=replica: k.knows(n, r.blocks),
+                    lambda k=known, n=name, r=replica: k.knows(n, r.blocks, r.states),
                     f"{name} is known",
                     pause_s=0.002,
                 )  # type: ignore[misc]

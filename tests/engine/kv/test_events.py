@@ -10,7 +10,9 @@ import pytest
 
 from engine.kv.block_manager import BlockManager
 from engine.kv.block_pool import Block
-from engine.kv.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from engine.kv.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, StateRemoved, StateStored
+from engine.kv.state_events import StateEvents
+from engine.kv.state_slots import StateSlots
 from engine.prefix_hash import packed_block_hash, root_hash
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
@@ -23,6 +25,7 @@ class Replica:
 
     def __init__(self) -> None:
         self.stored: set[int] = set()
+        self.states: set[int] = set()  # the blocks after which a hit may resume
         self.ever_stored = {root_hash("shadow", salt) for salt in ("", "a")}
         self.parents: dict[int, int] = {}  # what ``learn_parents`` has seen: hash -> hash
         self._hash_of: dict[int, int] = {}  # content id -> hash
@@ -43,6 +46,13 @@ class Replica:
                     self.stored.remove(event.block_hash)
                 case AllBlocksCleared():
                     self.stored.clear()
+                    self.states.clear()
+                case StateStored():
+                    assert event.block_hash not in self.states, "a state is stored twice"
+                    self.states.add(event.block_hash)
+                case StateRemoved():
+                    self.states.remove(event.block_hash)
+        assert self.states <= self.stored, "a state is left of a block that is not"
 
     def learn_parents(self, blocks: list[Block]) -> None:
         """Note the parents of all published blocks, which the events do not name, and check the hashes."""
@@ -73,6 +83,15 @@ def num_lost_pages(manager: BlockManager) -> int:
     return sum(isinstance(page.parent, int) and page.parent not in contents for page in pages)
 
 
+def blocks_with_state(manager: BlockManager) -> set[int]:
+    """Return the hashes of the published blocks after which a prompt's match can resume."""
+    if (states := manager.states) is None:
+        return set()
+    return {
+        block.block_hash for block in manager.pool.blocks if block.block_hash is not None and states.has_snapshot(block)
+    }
+
+
 def follow(monkeypatch: pytest.MonkeyPatch, replica: Replica) -> Counter[str]:
     """Compare a replica with the block manager after every step and reset, and count what it holds."""
     counts: Counter[str] = Counter()
@@ -81,11 +100,17 @@ def follow(monkeypatch: pytest.MonkeyPatch, replica: Replica) -> Counter[str]:
         manager = load.engine.block_manager
         published = manager.prefix_cache.published_hashes()
         assert replica.stored == set(published)
+        assert replica.states == blocks_with_state(manager)
         on_device = [block.block_hash for block in manager.pool.blocks if block.block_hash is not None]
         on_host = [block.block_hash for block in manager.host_pool.pages.blocks if block.block_hash is not None]
         assert sorted(published) == sorted({*on_device, *on_host})
         replica.learn_parents(manager.pool.blocks + manager.host_pool.pages.blocks)
-        counts.update(blocks=len(published), holes=len(replica.holes), twice=len(set(on_device) & set(on_host)))
+        counts.update(
+            states=len(replica.states),
+            blocks=len(published),
+            holes=len(replica.holes),
+            twice=len(set(on_device) & set(on_host)),
+        )
         counts["on the host alone"] += len(published) - len(on_device)
         counts.update({"pages": len(on_host), "lost pages": num_lost_pages(manager)})
         position = {block_hash: index for index, block_hash in enumerate(published[: len(on_device)])}
@@ -122,6 +147,81 @@ def test_the_events_are_enough_after_every_step_and_holes_in_chains_are_rare(mon
     assert total["holes"] < total["blocks"] / 500
     assert total["children before parents"] < total["blocks"] / 500
     assert total["lost pages"] < total["pages"] / 500
+
+
+def follow_states(monkeypatch: pytest.MonkeyPatch, num_seeds: int, **options: int) -> tuple[Counter[str], Counter[str]]:
+    """Follow an engine whose model has states; return what its router knew after each step, and the events."""
+    options = {"num_slots": 12, "num_host_blocks": 0} | options
+    total: Counter[str] = Counter()
+    events: Counter[str] = Counter()
+    for seed in range(num_seeds):
+        with monkeypatch.context() as patch:
+            replica = Replica()
+            counts = follow(patch, replica)
+            drive(seed, enable_prefix_caching=True, on_kv_events=replica.apply, **options)  # type: ignore[arg-type]
+            total += counts
+            events.update(type(event).__name__ for batch in replica.batches for event in batch.events)
+    return total, events
+
+
+@pytest.mark.parametrize("options", [{}, {"num_slots": 3}, {"num_blocks": 24, "num_draft_tokens": 3}], ids=str)
+def test_the_events_say_after_which_blocks_a_hit_may_resume(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, int]
+) -> None:
+    """After every step, with snapshots that are taken, moved, evicted, and lost with their blocks."""
+    counts, events = follow_states(monkeypatch, 2, **options)
+    assert 100 < counts["states"] < counts["blocks"]
+    assert min(events["StateStored"], events["StateRemoved"]) > 50
+
+
+@pytest.mark.parametrize("lost", ["_attach", "_take_over", "detach", "move"])
+def test_a_change_of_a_snapshot_that_is_not_reported_is_found(monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
+    method = getattr(StateSlots, lost)
+
+    def unreported(self: StateSlots, *args: object) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(StateEvents, "changed", lambda events, block_id: None)
+            method(self, *args)
+
+    monkeypatch.setattr(StateSlots, lost, unreported)
+    with pytest.raises((AssertionError, KeyError)):
+        follow_states(monkeypatch, 20, num_slots=3)
+
+
+def test_after_a_reset_the_blocks_that_had_a_state_are_reported_again() -> None:
+    replica = Replica()
+    engine, _ = make_engine(num_slots=6, on_kv_events=replica.apply)
+    for first in (0, 0, 20, 0):
+        engine.reset_prefix_cache()
+        assert not replica.states
+        engine.add_request(EngineRequest("a", list(range(first, first + 9)), SamplingParams(max_tokens=5)))
+        run_to_end(engine)
+        assert replica.states == blocks_with_state(engine.block_manager) != set()
+
+
+def test_a_snapshot_is_reported_once_its_block_is_published() -> None:
+    """The decode that fills a block keeps its state at once, but blocks of decodes are published together."""
+    replica = Replica()
+    engine, _ = make_engine(num_slots=6, on_kv_events=replica.apply)
+    manager = engine.block_manager
+    engine.add_request(EngineRequest("a", list(range(9)), SamplingParams(max_tokens=20)))
+    was_unpublished = False
+    while engine.has_unfinished:
+        engine.step()
+        assert replica.states == blocks_with_state(manager)
+        assert manager.states is not None
+        was_unpublished |= any(
+            block.block_hash is None and manager.states.has_snapshot(block) for block in manager.pool.blocks
+        )
+    assert was_unpublished
+    assert len(replica.states) == 2  # at the end of the prompt and of the answer
+
+
+def test_without_states_no_event_speaks_of_them() -> None:
+    replica = Replica()
+    drive(0, enable_prefix_caching=True, on_kv_events=replica.apply)
+    events = {type(event) for batch in replica.batches for event in batch.events}
+    assert events == {BlockStored, BlockRemoved}
 
 
 @pytest.mark.parametrize("num_host_blocks", [3, pytest.param(8, marks=pytest.mark.long)])

@@ -10,7 +10,7 @@ from deployments.transport.hashes import pack_hashes
 from deployments.transport.kv_events.feed import ReplicaFeed
 from deployments.transport.kv_events.messages import LoadMessage, Snapshot, events_message
 from engine.kv.events import KVEvent
-from tests.deployments.kv_listener import Known, batch, load, removed, stored
+from tests.deployments.kv_listener import CLEARED, Known, batch, load, removed, states_removed, states_stored, stored
 
 
 class Feed:
@@ -26,10 +26,18 @@ class Feed:
     def load(self, number: int, run_id: int = 1) -> None:
         self.feed.load(LoadMessage(run_id, number, load()), self.now)
 
-    def snapshot(self, number: int, *hashes: int, run_id: int = 1, nonce: str | None = None) -> None:
+    def snapshot(
+        self,
+        number: int,
+        *hashes: int,
+        run_id: int = 1,
+        nonce: str | None = None,
+        states: tuple[int, ...] | None = None,
+    ) -> None:
         nonce = nonce or self.feed.nonce
         assert nonce is not None, "no snapshot is requested"
-        self.feed.snapshot(nonce, Snapshot(run_id, number, pack_hashes(hashes)), self.now)
+        packed_states = None if states is None else pack_hashes(states)
+        self.feed.snapshot(nonce, Snapshot(run_id, number, pack_hashes(hashes), packed_states), self.now)
 
     def tick(self, seconds: float) -> None:
         self.now += seconds
@@ -68,6 +76,18 @@ def test_events_are_applied_in_order_and_once(joined: Feed) -> None:
     joined.events(6, (*removed(2), *stored(2)))
     assert joined.blocks == {2}
     assert joined.num_gaps == 0
+
+
+def test_the_states_of_blocks_are_known_from_the_snapshot_and_the_events(joined: Feed) -> None:
+    assert joined.known.states == {}
+    joined.events(5, (*stored(3), *states_stored(3, 2)))
+    joined.events(6, states_removed(2))
+    assert joined.known.states == {"r": {3}}
+    joined.events(9, stored(9))  # a gap
+    joined.snapshot(9, 1, 2, 3, 9, states=(1, 9))
+    assert joined.known.states == {"r": {1, 9}}
+    joined.events(10, CLEARED)
+    assert joined.known.states == {"r": set()}
 
 
 def test_after_a_gap_old_blocks_are_kept_until_the_snapshot(joined: Feed) -> None:

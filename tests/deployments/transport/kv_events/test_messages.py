@@ -27,6 +27,8 @@ from deployments.transport.kv_events.messages import (
     MAX_EVENT_GROUPS,
     MAX_SNAPSHOT_BYTES,
     REMOVED,
+    STATE_REMOVED,
+    STATE_STORED,
     STORED,
     AwaitedMessage,
     EventsMessage,
@@ -38,7 +40,7 @@ from deployments.transport.kv_events.topics import Topics
 from engine.errors import ConfigError
 from engine.observability.load import EngineLoad
 from tests.deployments import kv_listener
-from tests.deployments.kv_listener import batch, load, removed, stored
+from tests.deployments.kv_listener import batch, load, removed, states_removed, states_stored, stored
 
 Decode = Callable[[bytes], object]
 DECODERS: list[Decode] = [decode_awaited, decode_events, decode_load, decode_snapshot]
@@ -48,7 +50,9 @@ VALID = [
     encode(events_message(batch(5, (*stored(1, BIG), *removed(1), *kv_listener.CLEARED, *stored(2))), 12.5)),
     encode(LoadMessage(3, -1, load(7))),
     encode(LoadMessage(0, -1, None)),
+    encode(events_message(batch(5, (*stored(1, BIG), *states_removed(2), *states_stored(1, BIG))), 12.5)),
     encode(Snapshot(1, 4, pack_hashes([1, 2, BIG]))),
+    encode(Snapshot(1, 4, pack_hashes([1, 2, BIG]), pack_hashes([2]))),
     encode(AwaitedMessage(pack_hashes([1, 2, BIG]))),
 ]
 
@@ -76,7 +80,25 @@ def test_a_load_round_trips() -> None:
 
 def test_a_snapshot_round_trips() -> None:
     message = decode_snapshot(encode(Snapshot(2, -1, pack_hashes([3, 4]))))
-    assert (message.run_id, message.number, list(message.hashes)) == (2, -1, [3, 4])
+    assert (message.run_id, message.number, list(message.hashes), message.states) == (2, -1, [3, 4], None)
+
+
+def test_a_snapshot_with_states_round_trips() -> None:
+    for states in ([], [3]):
+        message = decode_snapshot(encode(Snapshot(2, 7, pack_hashes([3, 4]), pack_hashes(states))))
+        assert message.states is not None
+        assert (list(message.hashes), list(message.states)) == ([3, 4], states)
+    with pytest.raises(KVMessageError, match="7 bytes"):
+        decode_snapshot(msgspec.msgpack.encode([2, 7, b"12345678", b"1234567"]))
+
+
+def test_a_replica_without_states_sends_what_it_sent_before_there_were_any() -> None:
+    """So that during an update, ingresses and replicas of either version understand each other."""
+    snapshot = msgspec.msgpack.encode([2, 7, pack_hashes([3, 4])])
+    assert encode(Snapshot(2, 7, pack_hashes([3, 4]))) == snapshot
+    events = events_message(batch(5, (*stored(1), *removed(1), *kv_listener.CLEARED)), 12.5)
+    groups = [[0, pack_hashes([1])], [1, pack_hashes([1])], [2, b""]]
+    assert encode(events) == msgspec.msgpack.encode([1, 5, 12.5, groups])
 
 
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf, -math.inf, 1e300])
@@ -102,7 +124,9 @@ def test_numbers_are_finite_and_not_negative(value: float) -> None:
         [1, 1, 1.0, [[STORED, b"1234567"]]],  # no whole hash
         [1, 1, 1.0, [[STORED, b""]]],
         [1, 1, 1.0, [[CLEARED, b"12345678"]]],
-        [1, 1, 1.0, [[3, b"12345678"]]],
+        [1, 1, 1.0, [[5, b"12345678"]]],
+        [1, 1, 1.0, [[STATE_STORED, b""]]],
+        [1, 1, 1.0, [[STATE_REMOVED, b"1234567"]]],
         [1, 1, 1.0, [[STORED, "12345678"]]],
         [1, 1, 1.0, [[STORED, [1, 2]]]],
         [1, 1, 1.0, [[STORED, b"12345678", b""]]],
@@ -184,9 +208,11 @@ def check(decode: Decode, data: bytes) -> None:
             assert all(0 <= block_hash <= BIG for _, hashes in message.changes() for block_hash in hashes)
         case Snapshot():
             assert message.number >= -1
-            assert all(0 <= block_hash <= BIG for block_hash in message.hashes)
+            assert all(0 <= block_hash <= BIG for block_hash in (*message.hashes, *(message.states or ())))
         case LoadMessage():
             assert message.load is None or all(math.isfinite(value) and value >= 0 for value in astuple(message.load))
+        case AwaitedMessage():
+            assert all(0 <= block_hash <= BIG for block_hash in message.hashes)
         case _:
             raise AssertionError(message)
 
