@@ -16,6 +16,7 @@ from engine.errors import ConfigError
 from engine.kv.block_tables import BlockTables
 from engine.kv.kv_cache import KVCache
 from engine.kv.layer_cache import LayerCache, without_windows
+from engine.kv.page_maps import PageMap
 from engine.kv.pool_sizes import PageSizes, PoolSizes
 from engine.models.adapter.decoder import TransformersDecoder
 from engine.models.adapter.loader import load_transformers_decoder
@@ -210,8 +211,8 @@ class ModelShard:
     @property
     def layer_caches(self) -> tuple[LayerCache, ...]:
         """What the layers cache, with a window where pages beyond it are freed."""
-        if self.config.swap_space_gib or (self.device.type != "cpu" and not self.config.enforce_eager):
-            return without_windows(self.model.layer_caches)  # swapping and CUDA graphs know pages of blocks only
+        if self.config.swap_space_gib:
+            return without_windows(self.model.layer_caches)  # swapping knows pages of blocks only
         return self.model.layer_caches
 
     @property
@@ -231,6 +232,10 @@ class ModelShard:
         num_rows = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)  # sequences in a batch, at most
         max_blocks = -(-self.max_model_len // self.block_size)
         return BlockTables(num_rows, min(max_blocks, num_blocks or max_blocks), self.device)
+
+    def make_page_maps(self, cache: KVCache) -> list[PageMap]:
+        """Return a map for each window of ``cache``, without pages."""
+        return [PageMap(cache.sizes.num_blocks, self.device) for _ in cache.windows]
 
     def make_cache(self, sizes: PoolSizes | None = None) -> KVCache:
         """Return a KV cache for what the model's layers declare; None: of one page in each pool."""

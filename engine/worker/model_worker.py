@@ -172,9 +172,9 @@ class ModelWorker:
             shard.model.reserve(min(shard.num_preallocated_tokens, sizes.num_blocks * shard.block_size))
         self.kv_cache = shard.make_cache(sizes)
         self.block_tables = shard.make_tables(sizes.num_blocks)
-        self.page_maps = [PageMap(sizes.num_blocks, shard.device) for _ in sizes.num_window_pages]
+        self.page_maps = shard.make_page_maps(self.kv_cache)
 
     def capture_graphs(self) -> None:
-        """Capture the graphs of decodes, with the KV cache and block tables that ``allocate`` has made."""
+        """Capture the graphs of decodes, with the KV cache, block tables and page maps of ``allocate``."""
         use_device(self.shard.device)
-        self.graphs.capture(self.kv_cache, self.block_tables)
+        self.graphs.capture(self.kv_cache, self.block_tables, self.page_maps)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from time import perf_counter
 
 import torch
 
 from engine.kv.block_tables import BlockTables
 from engine.kv.kv_cache import KVCache
+from engine.kv.page_maps import PageMap
 from engine.models.decoder.decoder import Decoder
-from engine.models.decoder.forward_context import ForwardContext
 from engine.worker.graphs.decode_graphs import DecodeGraph, DecodeGraphs
 from engine.worker.graphs.device import CudaGraphDevice
 from engine.worker.model_shard import ModelShard
-from engine.worker.step_plan import StepPlan
-from kernels.attention_metadata import AttentionMetadata
+from engine.worker.step_plan import ModelInput, StepPlan
 
 __all__ = ["StepGraphs"]
 
@@ -49,8 +49,6 @@ class StepGraphs:
             return "their capture with the collectives of tensor-parallel ranks has not been tested"
         if not isinstance(self._shard.model, Decoder):
             return "the modules of transformers may wait for the GPU"
-        if not self._shard.page_sizes.are_blocks_alone:
-            return "states of recurrent layers are not part of them yet"
         return None
 
     def find(self, plan: StepPlan) -> DecodeGraph | None:
@@ -63,14 +61,16 @@ class StepGraphs:
         A graph holds the addresses of the cache, and the cache takes all memory that is left. So the graphs' memory is
         measured before the cache is allocated.
         """
-        shard = self._shard
-        return self._make(shard.make_cache(), shard.make_tables()).capture() if self.are_used else 0
+        if not self.are_used:
+            return 0
+        cache = self._shard.make_cache()
+        return self._make(cache, self._shard.make_tables(), self._shard.make_page_maps(cache)).capture()
 
-    def capture(self, kv_cache: KVCache, block_tables: BlockTables) -> None:
-        """Capture the graphs of decodes on this cache and these tables, if they are used."""
+    def capture(self, kv_cache: KVCache, block_tables: BlockTables, page_maps: Sequence[PageMap]) -> None:
+        """Capture the graphs of decodes on this cache, these tables and these maps, if graphs are used."""
         if self.are_used:
             started = perf_counter()
-            self._graphs = self._make(kv_cache, block_tables)
+            self._graphs = self._make(kv_cache, block_tables, page_maps)
             num_bytes = self._graphs.capture()
             logger.info(
                 "Capturing CUDA graphs of %d batch sizes, up to %d, took %.2f seconds and %.2f GiB",
@@ -82,11 +82,12 @@ class StepGraphs:
         elif self.why_eager is not None and self._shard.rank == 0:
             logger.info("Decodes run without CUDA graphs: %s", self.why_eager)
 
-    def _make(self, kv_cache: KVCache, block_tables: BlockTables) -> DecodeGraphs:
+    def _make(self, kv_cache: KVCache, block_tables: BlockTables, page_maps: Sequence[PageMap]) -> DecodeGraphs:
         shard = self._shard
 
-        def forward(token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
-            hidden: torch.Tensor = shard.model(token_ids, positions, ForwardContext(shard.backend, metadata, kv_cache))
-            return hidden
+        def forward(model_input: ModelInput) -> torch.Tensor:
+            return shard.forward(model_input, kv_cache)
 
-        return DecodeGraphs(CudaGraphDevice(shard.device), forward, block_tables, shard.block_size)
+        has_states = kv_cache.sizes.num_slots > 0
+        device = CudaGraphDevice(shard.device)
+        return DecodeGraphs(device, forward, block_tables, shard.block_size, page_maps, has_states=has_states)

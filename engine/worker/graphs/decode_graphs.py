@@ -8,21 +8,20 @@ hidden states: logits are computed outside it, because those of every size would
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from engine.errors import ConfigError
 from engine.kv.block_tables import BlockTables
+from engine.kv.page_maps import PageMap
 from engine.worker.graphs.device import GraphDevice
 from engine.worker.graphs.static_inputs import MAX_CHANGES, StaticInputs, make_slab
-from engine.worker.step_plan import StepPlan
-from kernels.attention_metadata import AttentionMetadata
+from engine.worker.step_plan import ModelInput, StepPlan
 
 __all__ = ["DecodeGraph", "DecodeGraphs", "graph_sizes"]
 
-# Computes the hidden states [num_tokens, hidden_size] of token ids and positions, both int64 [num_tokens].
-Forward = Callable[[torch.Tensor, torch.Tensor, AttentionMetadata], torch.Tensor]
+Forward = Callable[[ModelInput], torch.Tensor]  # computes the hidden states [num_tokens, hidden_size]
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -56,15 +55,27 @@ class DecodeGraphs:
 
     Args:
         device: captures them.
-        forward: what they compute. Except its arguments, all that it reads must stay at its address: weights, KV cache.
+        forward: what they compute. Except its argument, all that it reads must stay at its address: weights, KV cache.
         block_tables: the rank's block tables.
         block_size: tokens per block.
+        page_maps: the rank's, of each sliding window that has pages of its own.
+        has_states: whether the model has recurrent layers.
     """
 
-    def __init__(self, device: GraphDevice, forward: Forward, block_tables: BlockTables, block_size: int) -> None:
+    def __init__(
+        self,
+        device: GraphDevice,
+        forward: Forward,
+        block_tables: BlockTables,
+        block_size: int,
+        page_maps: Sequence[PageMap] = (),
+        *,
+        has_states: bool = False,
+    ) -> None:
         self._device = device
         self._forward = forward
         self._block_tables, self._block_size = block_tables, block_size
+        self._page_maps, self._has_states = page_maps, has_states
         self.sizes = graph_sizes(block_tables.shape[0])
         self._max_changes = block_tables.shape[0] + MAX_CHANGES
         self._graphs: list[DecodeGraph] = []  # one for each number of sequences
@@ -72,11 +83,16 @@ class DecodeGraphs:
     def find(self, plan: StepPlan) -> DecodeGraph | None:
         """Return the graph that computes a step; None if it is not captured: it does more than decode.
 
-        A step that changes much of the block tables, as one after a swap does, is computed without a graph too.
+        A step that changes much of the block tables or of a page map, as one after a swap does, is computed without a
+        graph too, and so would be one that saves states.
         """
         num_seqs = len(plan.seq_lens)
         is_decode = plan.num_decodes == num_seqs and not len(plan.prompt_logit_indices)
         if not is_decode or len(plan.table_changes.entries) > self._max_changes:
+            return None
+        if any(len(window.changed_blocks) > self._max_changes for window in plan.windows):
+            return None
+        if plan.recurrent is not None and len(plan.recurrent.save_tokens):
             return None
         return self._graphs[num_seqs]
 
@@ -104,18 +120,21 @@ class DecodeGraphs:
 
         The largest comes first: its scratch memory and its output are enough for all others.
         """
-        slab = make_slab(self.sizes[-1], self._block_tables.device)
+        has_states, num_windows = self._has_states, len(self._page_maps)
+        slab = make_slab(self.sizes[-1], self._block_tables.device, num_windows=num_windows, has_states=has_states)
         hidden: torch.Tensor | None = None
         graphs: list[DecodeGraph] = []
         for size in reversed(self.sizes):
-            inputs = StaticInputs(size, slab, self._block_tables, self._block_size)
+            inputs = StaticInputs(
+                size, slab, self._block_tables, self._block_size, self._page_maps, has_states=has_states
+            )
             if hidden is None:
-                hidden = self._forward(inputs.token_ids, inputs.positions, inputs.metadata())
+                hidden = self._forward(inputs.model_input())
             graphs.append(self._capture_one(inputs, hidden[:size]))
         return graphs[::-1]
 
     def _capture_one(self, inputs: StaticInputs, hidden: torch.Tensor) -> DecodeGraph:
         def run() -> None:
-            hidden.copy_(self._forward(inputs.token_ids, inputs.positions, inputs.metadata()))
+            hidden.copy_(self._forward(inputs.model_input()))
 
         return DecodeGraph(inputs, hidden, self._device.capture(run))

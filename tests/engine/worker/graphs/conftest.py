@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 from engine.llm import LLM
+from engine.models.decoder import loader
 from engine.worker import model_shard, step_graphs
 from engine.worker.step_graphs import StepGraphs
 from kernels.layer_ops import torch as torch_ops
 from tests.engine.conftest import SavedModel
 from tests.engine.worker.graphs.recorded_graphs import RecordingDevice
 from tests.engine.worker.graphs.torch_attention import TorchAttention, store_kvcache
+from tests.engine.worker.graphs.torch_recurrence import TorchRecurrence
 
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
@@ -33,6 +35,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> RecordingDevice:
     recording = RecordingDevice()
     monkeypatch.setattr(torch_ops, "store_kvcache", store_kvcache)
     monkeypatch.setattr(model_shard, "select_backend", lambda *_: TorchAttention())
+    monkeypatch.setattr(loader, "select_recurrent_ops", lambda _: TorchRecurrence(lambda: recording.is_capturing))
     monkeypatch.setattr(step_graphs, "CudaGraphDevice", lambda _: recording)
     monkeypatch.setattr(StepGraphs, "are_used", True)
     return recording

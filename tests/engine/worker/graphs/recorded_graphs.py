@@ -32,19 +32,25 @@ class RecordingDevice:
     Attributes:
         inputs: what the captures read and did not make: each tensor by the address of its memory.
         num_replays: of all graphs.
+        is_capturing: whether operators are recorded now.
     """
 
     def __init__(self) -> None:
         self.inputs: dict[int, torch.Tensor] = {}
         self.num_replays = 0
+        self.is_capturing = False
         self._results: dict[int, torch.Tensor] = {}
         self.num_bytes_used = 0
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         run()
         recorder = _Recorder(self.inputs, self._results)
-        with recorder:
-            run()
+        self.is_capturing = True
+        try:
+            with recorder:
+                run()
+        finally:
+            self.is_capturing = False
 
         def replay() -> None:
             self.num_replays += 1

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import random
-from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
 
 from engine.errors import ConfigError
 from engine.llm import LLM
-from engine.sampling_params import SamplingParams
 from engine.worker.graphs.decode_graphs import DecodeGraph, DecodeGraphs, graph_sizes
 from engine.worker.graphs.static_inputs import StaticInputs
-from engine.worker.model_worker import ModelWorker
 from engine.worker.step_graphs import StepGraphs
 from engine.worker.step_plan import StepPlan
 from tests.engine.checkpoints import FAMILIES
-from tests.engine.worker.graphs.recorded_graphs import RecordingDevice, poison
+from tests.engine.worker.graphs.checked_steps import Checks, generate
+from tests.engine.worker.graphs.recorded_graphs import RecordingDevice
 
 
 @pytest.mark.parametrize(
@@ -37,100 +34,6 @@ from tests.engine.worker.graphs.recorded_graphs import RecordingDevice, poison
 )
 def test_the_sizes_end_with_max_num_seqs(max_num_seqs: int, sizes: list[int]) -> None:
     assert graph_sizes(max_num_seqs) == sizes
-
-
-class Checks:
-    """Checks every step of an engine: before it, all is poisoned that a graph must not read.
-
-    Attributes:
-        sizes: of the graphs that were replayed, and how often.
-        num_eager: steps without a graph.
-        kinds: other things that happened before a replay, and how often.
-    """
-
-    def __init__(self, llm: LLM, device: RecordingDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.sizes: Counter[int] = Counter()
-        self.kinds: Counter[str] = Counter()
-        self.num_eager = 0
-        self._device = device
-        self.worker = llm.engine.runner.workers.local  # type: ignore[attr-defined]
-        execute = ModelWorker.execute
-
-        def checked(worker: ModelWorker, plan: StepPlan, *args: Any) -> torch.Tensor | None:
-            graph = self.find(plan)
-            if graph is None:
-                self.num_eager += bool(len(plan.token_ids))
-                return execute(worker, plan, *args)
-            self._note(graph, plan)
-            self._poison(graph)
-            logits = execute(worker, plan, *args)
-            assert device.num_replays == self.sizes.total()
-            if logits is not None:
-                torch.testing.assert_close(logits, self._eager_logits(plan))
-            return logits
-
-        monkeypatch.setattr(ModelWorker, "execute", checked)
-
-    @property
-    def graphs(self) -> DecodeGraphs:
-        graphs = self.worker.graphs._graphs
-        assert graphs is not None
-        return graphs
-
-    def find(self, plan: StepPlan) -> DecodeGraph | None:
-        return self.graphs.find(plan) if len(plan.token_ids) else None
-
-    def _note(self, graph: DecodeGraph, plan: StepPlan) -> None:
-        self.sizes[graph.inputs.size] += 1
-        happened = {
-            "padding": len(plan.seq_lens) < graph.inputs.size,
-            "changed tables": len(plan.table_changes.entries) > 0,
-            "not sampling": len(plan.logit_indices) < len(plan.seq_lens),
-            "swap_in": bool(plan.swap_in),
-            "swap_out": bool(plan.swap_out),
-            "block_copies": bool(plan.block_copies),
-        }
-        self.kinds.update(name for name, is_so in happened.items() if is_so)
-
-    def _poison(self, graph: DecodeGraph) -> None:
-        """Keep what a replay may read: weights, KV cache, block tables, and the constant bounds of its sequences."""
-        worker, inputs = self.worker, graph.inputs
-        caches = [part for layer in worker.kv_cache.layers for part in layer]
-        kept = [*worker.shard.model.parameters(), worker.shard.model.rope, *caches, worker.block_tables._array]
-        kept += [graph.inputs._cu_seqlens_q for graph in self.graphs._graphs]
-        self._device.poison_all_but(kept)
-        poison(inputs._slab)  # which the step's copy must fill
-
-    def _eager_logits(self, plan: StepPlan) -> torch.Tensor:
-        worker = self.worker
-        model_input = plan.to_device(worker.block_tables, worker.shard.block_size)
-        hidden = worker.shard.forward(model_input, worker.kv_cache)
-        logits: torch.Tensor = worker.shard.model.compute_logits(hidden, model_input.logit_indices)
-        return logits
-
-
-def generate(llm: LLM, seed: int, num_requests: int = 24) -> list[list[list[int]]]:
-    """Answer random requests; return each one's tokens."""
-    rng = random.Random(seed)
-    prompts: Any = [
-        {"prompt_token_ids": [rng.randrange(3, 300) for _ in range(rng.choice([1, 4, 9, 20]))]}
-        for _ in range(num_requests)
-    ]
-    params = [
-        SamplingParams(
-            temperature=temperature,
-            seed=rng.randrange(99),
-            n=1 if temperature == 0.0 else rng.choice([1, 3]),
-            max_tokens=rng.randrange(1, 30),
-            ignore_eos=True,
-            prompt_logprobs=rng.choice([None, None, None, 1]),
-        )
-        for temperature in rng.choices([0.0, 1.0], k=num_requests)
-    ]
-    return [
-        [completion.token_ids for completion in output.outputs]
-        for output in llm.generate(prompts, params, use_tqdm=False)
-    ]
 
 
 FEW_FAMILIES = ["mistral"]  # in `make test`: with a window
@@ -214,7 +117,8 @@ def test_a_planted_fault(
 
     def capture(graphs: DecodeGraphs, inputs: StaticInputs, hidden: torch.Tensor) -> DecodeGraph:
         def run() -> None:
-            hidden.copy_(graphs._forward(spoil(inputs.token_ids), inputs.positions, inputs.metadata()))
+            model_input = inputs.model_input()
+            hidden.copy_(graphs._forward(replace(model_input, token_ids=spoil(model_input.token_ids))))
 
         return DecodeGraph(inputs, hidden, graphs._device.capture(run))
 

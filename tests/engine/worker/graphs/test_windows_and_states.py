@@ -1,0 +1,147 @@
+"""Replayed decodes of models with pages of windows, and with recurrent layers, compute what eager ones compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from engine.kv.layer_cache import windows_of
+from engine.llm import LLM
+from engine.worker.graphs.static_inputs import StaticInputs
+from engine.worker.step_graphs import StepGraphs
+from engine.worker.step_plan import ModelInput
+from tests.engine.checkpoints import build_model, save_checkpoint
+from tests.engine.models.decoder.recurrent.recurrent_families import save_recurrent_model
+from tests.engine.worker.graphs.checked_steps import Checks, generate
+from tests.engine.worker.graphs.conftest import OPTIONS
+from tests.engine.worker.graphs.recorded_graphs import RecordingDevice
+
+WINDOWS = "windows"  # of 12 tokens, in the second of two layers
+# A convolution alone, the gated delta rule, Mamba 2 alone, and with attention in the same layer.
+RECURRENT = ["lfm2", "qwen3.5", "mamba2", "falcon-h1"]
+OF_WINDOWS = {"padding", "changed tables", "block_copies", "changed pages", "page copies"}
+OF_STATES = {"padding", "state_copies"}
+
+
+@pytest.fixture(scope="module")
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Each model in turn."""
+    directory = tmp_path_factory.mktemp(request.param)
+    if request.param == WINDOWS:
+        return save_checkpoint(build_model("qwen2", sliding_window=12), directory)
+    return save_recurrent_model(request.param, directory)[1]
+
+
+def start(path: str, **options: Any) -> LLM:
+    return LLM(path, **(OPTIONS | options))
+
+
+FEW = [WINDOWS, "lfm2"]
+MORE = [pytest.param(name, marks=pytest.mark.long) for name in RECURRENT if name not in FEW]
+
+
+@pytest.mark.parametrize("path", [*FEW, *MORE], indirect=True)
+def test_poisoned_replays(path: str, device: RecordingDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = start(path, max_num_seqs=4)
+    checks = Checks(llm, device, monkeypatch)
+    for num_requests in (1, 2, 6):
+        generate(llm, num_requests, num_requests)
+    assert set(checks.sizes) == {1, 2, 4}
+    cache = checks.worker.kv_cache
+    assert bool(cache.windows) != bool(cache.sizes.num_slots)
+    assert set(checks.kinds) >= (OF_WINDOWS if cache.windows else OF_STATES)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("path", [WINDOWS, *RECURRENT], indirect=True)
+def test_answers_are_those_of_eager_steps(path: str, device: RecordingDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = generate(start(path), seed=5)
+    assert device.num_replays > 20
+    assert generate(start(path, async_scheduling=True), seed=5) == answers
+    num_replays = device.num_replays
+    monkeypatch.setattr(StepGraphs, "are_used", False)
+    assert generate(start(path), seed=5) == answers
+    assert device.num_replays == num_replays
+
+
+@pytest.mark.parametrize("path", FEW, indirect=True)
+@pytest.mark.usefixtures("device")
+def test_a_gpu_has_graphs_and_frees_windows(path: str) -> None:
+    llm: Any = start(path, max_num_seqs=1, num_blocks=2, max_model_len=8, max_num_batched_tokens=8)
+    shard = llm.engine.runner.workers.local.shard
+    shard.device = torch.device("cuda")
+    assert StepGraphs(shard).why_eager is None
+    assert windows_of(shard.layer_caches) == windows_of(shard.model.layer_caches)
+    shard.config = replace(shard.config, swap_space_gib=1.0)
+    assert windows_of(shard.layer_caches) == ()
+
+
+Change = Callable[[StaticInputs, ModelInput], ModelInput]
+
+
+def _none(inputs: StaticInputs, batch: ModelInput) -> ModelInput:
+    return batch
+
+
+def _slots_of_blocks(inputs: StaticInputs, batch: ModelInput) -> ModelInput:
+    slots = batch.metadata.slot_mapping
+    return replace(batch, windows=tuple(replace(window, slot_mapping=slots) for window in batch.windows))
+
+
+def _tables_of_blocks(inputs: StaticInputs, batch: ModelInput) -> ModelInput:
+    tables = batch.metadata.block_tables
+    return replace(batch, windows=tuple(replace(window, block_tables=tables) for window in batch.windows))
+
+
+def _state_of_padding(inputs: StaticInputs, batch: ModelInput) -> ModelInput:
+    assert batch.recurrent is not None
+    return replace(batch, recurrent=replace(batch.recurrent, slots=batch.recurrent.slots.clamp(min=0)))
+
+
+def _states_of_no_step(inputs: StaticInputs, batch: ModelInput) -> ModelInput:
+    assert batch.recurrent is not None
+    return replace(batch, recurrent=replace(batch.recurrent, slots=torch.full_like(batch.recurrent.slots, -1)))
+
+
+def _new_sequences(inputs: StaticInputs, batch: ModelInput) -> ModelInput:
+    assert batch.recurrent is not None
+    return replace(batch, recurrent=replace(batch.recurrent, starts=batch.recurrent.starts + 1))
+
+
+OF_PAGES, OF_SLOTS = [_slots_of_blocks, _tables_of_blocks], [_state_of_padding, _states_of_no_step, _new_sequences]
+PLANTED = [(WINDOWS, change) for change in (_none, *OF_PAGES)] + [("qwen3.5", change) for change in (_none, *OF_SLOTS)]
+FOUND = "not close|out of bounds"  # a block that is not a page
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("path", "change"), PLANTED, indirect=["path"])
+def test_a_planted_fault(path: str, change: Change, device: RecordingDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps with the pages of blocks or with the states of other sequences are found by the checks above."""
+    model_input = StaticInputs.model_input
+    monkeypatch.setattr(StaticInputs, "model_input", lambda inputs: change(inputs, model_input(inputs)))
+    with nullcontext() if change is _none else pytest.raises((AssertionError, IndexError), match=FOUND):
+        llm = start(path, max_num_seqs=4)
+        Checks(llm, device, monkeypatch)
+        generate(llm, seed=1, num_requests=9)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("path", [WINDOWS], indirect=True)
+def test_changes_of_page_maps_that_are_lost(
+    path: str, device: RecordingDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = StaticInputs._write_changes
+
+    def write_tables_alone(inputs: StaticInputs, start: int, counts: list[int]) -> None:
+        write(inputs, start, [counts[0], 0])
+
+    monkeypatch.setattr(StaticInputs, "_write_changes", write_tables_alone)
+    llm = start(path, max_num_seqs=4)
+    Checks(llm, device, monkeypatch)
+    with pytest.raises(AssertionError, match="not close"):
+        generate(llm, seed=1, num_requests=9)
