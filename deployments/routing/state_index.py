@@ -84,9 +84,12 @@ class StateIndex:
             elif num_blocks := min(cached, max_blocks):
                 (saved if is_assumed(name, hashes[num_blocks - 1]) else searched)[name] = num_blocks
         # One walk for all replicas, from the end of the longest hit to the first block at which the last one resumes.
+        replicas_of = self._replicas_of.get
         for num_blocks in range(max(searched.values(), default=0), 0, -1):
-            for name in self._replicas_of.get(hashes[num_blocks - 1], ()):
-                if searched.get(name, 0) >= num_blocks:
+            if (replicas := replicas_of(hashes[num_blocks - 1])) is None:
+                continue
+            for name in searched.keys() & replicas:
+                if searched[name] >= num_blocks:
                     saved[name] = num_blocks
                     del searched[name]
             if not searched:
