@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from engine.kv.block_tables import BlockTables, TableChanges
 from engine.kv.layer_cache import windows_of
+from engine.kv.page_maps import PageMap
 from engine.llm import LLM
-from engine.worker.graphs.static_inputs import StaticInputs
+from engine.worker.graphs.decode_graphs import DecodeGraphs
+from engine.worker.graphs.static_inputs import MAX_CHANGES, StaticInputs
 from engine.worker.step_graphs import StepGraphs
-from engine.worker.step_plan import ModelInput
+from engine.worker.step_plan import ModelInput, RecurrentPlan, WindowPlan
 from tests.engine.checkpoints import build_model, save_checkpoint
 from tests.engine.models.decoder.recurrent.recurrent_families import save_recurrent_model
 from tests.engine.worker.graphs.checked_steps import Checks, generate
@@ -79,6 +84,46 @@ def test_a_gpu_has_graphs_and_frees_windows(path: str) -> None:
     assert windows_of(shard.layer_caches) == windows_of(shard.model.layer_caches)
     shard.config = replace(shard.config, swap_space_gib=1.0)
     assert windows_of(shard.layer_caches) == ()
+
+
+@pytest.mark.parametrize(
+    ("num_changes", "num_saves", "is_captured"),
+    [(0, 0, True), (2 + MAX_CHANGES, 0, True), (3 + MAX_CHANGES, 0, False), (0, 1, False)],
+)
+@torch.inference_mode()
+def test_steps_that_have_a_graph(num_changes: int, num_saves: int, is_captured: bool) -> None:
+    """Changes of a page map fit the slab, and a graph saves no state."""
+
+    def forward(batch: ModelInput) -> torch.Tensor:
+        return batch.token_ids[:, None].float()
+
+    cpu = torch.device("cpu")
+    page_maps = [PageMap(MAX_CHANGES + 5, cpu)]
+    graphs = DecodeGraphs(RecordingDevice(), forward, BlockTables(2, 3, cpu), 4, page_maps, has_states=True)
+    graphs.capture()
+    zeros = np.zeros(2, dtype=np.int32)
+    changed = np.arange(num_changes, dtype=np.int32)
+    plan: Any = SimpleNamespace(
+        token_ids=np.array([8, 9]),
+        positions=np.array([3, 4]),
+        slot_mapping=np.array([5, 6]),
+        seq_lens=np.array([4, 5], dtype=np.int32),
+        table_rows=np.array([0, 1]),
+        table_changes=TableChanges(np.array([0]), np.array([7], dtype=np.int32)),
+        logit_indices=np.array([0, 1]),
+        prompt_logit_indices=np.empty(0, dtype=np.int64),
+        num_decodes=2,
+        windows=[WindowPlan(np.array([1, 2]), changed.astype(np.int64), changed[::-1], [])],
+        recurrent=RecurrentPlan(np.array([4, 3], dtype=np.int32), zeros[:2], zeros[:num_saves], zeros[:num_saves]),
+    )
+    graph = graphs.find(plan)
+    assert (graph is not None) == is_captured
+    if graph is not None:
+        assert graph.inputs.load(plan).tolist() == [0, 1]
+        batch = graph.inputs.model_input()
+        assert batch.recurrent is not None
+        assert (batch.windows[0].slot_mapping.tolist(), batch.recurrent.slots.tolist()) == ([1, 2], [4, 3])
+        assert batch.windows[0].block_tables[0].tolist() == [num_changes - 8 if num_changes else -1, -1, -1]
 
 
 Change = Callable[[StaticInputs, ModelInput], ModelInput]
