@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.result_file import write_result
-from engine.kv.block_manager import BlockManager, Growth
+from engine.kv.block_manager import BlockManager
+from engine.kv.growth import Growth
 from engine.kv.layer_cache import KeyValue, LayerCache, State, without_windows
 from engine.kv.pool_sizes import PageSizes, PoolSizes
 from engine.request import EngineRequest

@@ -20,29 +20,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as GenericSequence
-from dataclasses import dataclass, replace
 
 from engine.kv.block_pool import Block, BlockPool
+from engine.kv.growth import Growth, first_written, num_new_blocks
 from engine.kv.host_pool import BlockPair, HostPool
 from engine.kv.prefix_cache import PrefixCache, PrefixMatch
+from engine.kv.resumption import leave_snapshot, plan_snapshots, resumable
 from engine.kv.state_slots import StateSlots
 from engine.kv.window_pages import WindowPages
 from engine.sequence import Sequence
 
-__all__ = ["BlockManager", "Growth"]
+__all__ = ["BlockManager"]
 
 # Decodes publish this many full blocks at a time, which costs a third of publishing them one by one. Earlier hits are
 # rare: another prompt would have to contain an answer that is still being generated.
 PUBLISHED_TOGETHER = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Growth:
-    """A plan to compute a sequence's tokens up to ``end``; ``match`` is its cached prefix if it has no blocks yet."""
-
-    sequence: Sequence
-    end: int
-    match: PrefixMatch | None = None
 
 
 class BlockManager:
@@ -110,27 +102,9 @@ class BlockManager:
         if not self.enable_prefix_caching or sequence.group.wants_prompt_logprobs:
             return PrefixMatch()
         match = self.prefix_cache.match(sequence)
-        return self._resumable(match, sequence) if self.prefix_cache.attachments else match
-
-    def _resumable(self, match: PrefixMatch, sequence: Sequence) -> PrefixMatch:
-        """Return the match with the tokens that need not be computed again.
-
-        They end where every window has the pages within reach, and at a snapshot if there are states. Blocks after them
-        are computed again, but need no memory of their own, unless windows would lack their pages.
-        """
-        last_position, num_blocks, before = sequence.num_tokens - 1, len(match.blocks), -1
-        if self.states is not None:
-            num_blocks = min(num_blocks, last_position // self.block_size)  # the last token must still be computed
-        while num_blocks != before:
-            before = num_blocks
-            for window in self.windows:
-                num_blocks = window.num_resumable(match.blocks, num_blocks, last_position)
-            while self.states is not None and num_blocks and not self.states.has_snapshot(match.blocks[num_blocks - 1]):
-                num_blocks -= 1
-        num_resumed = num_blocks * self.block_size
-        if self.windows:
-            return PrefixMatch(match.blocks[:num_blocks], (), num_resumed, num_resumed)
-        return replace(match, num_resumed=num_resumed)
+        if not self.prefix_cache.attachments:
+            return match
+        return resumable(match, sequence, self.block_size, self.windows, self.states)
 
     def awaited_hash(self, sequence: Sequence) -> int | None:
         """Return the hash of the first full block that the sequence's match does not find on the device.
@@ -164,7 +138,7 @@ class BlockManager:
 
     def can_grow(self, growths: Collection[Growth]) -> bool:
         """Whether there are enough free blocks, and pages of each window, for all these sequences in one step."""
-        num_new = self._num_new_blocks(growths)
+        num_new = num_new_blocks(growths, self.pool, self.block_size)
         matches = [(growth.match, growth.sequence) for growth in growths if growth.match is not None]
         if num_new + sum(match.num_free_taken for match, _ in matches) > self.num_free_blocks:
             return False
@@ -176,24 +150,6 @@ class BlockManager:
             if num_new + taken > window.num_free:
                 return False
         return True
-
-    def _num_new_blocks(self, growths: Iterable[Growth]) -> int:
-        """Return how many blocks, copies included, these sequences need beyond those that they have or match."""
-        needed = 0
-        writers: Counter[int] = Counter()
-        for growth in growths:
-            table = growth.sequence.block_table
-            held = len(table)
-            if growth.match is None and growth.end == growth.sequence.num_computed_tokens:
-                continue
-            if growth.match is not None:
-                held = growth.match.num_blocks
-            elif (index := self._first_written(growth.sequence)) < min(held, self.num_blocks_for(growth.end)):
-                writers[table[index]] += 1
-            needed += max(0, self.num_blocks_for(growth.end) - held)
-        for block_id, count in writers.items():  # all users of a shared block copy it, except the last
-            needed += min(count, self.pool.blocks[block_id].ref_count - 1)
-        return needed
 
     def allocate(self, sequence: Sequence, num_tokens: int) -> BlockPair | None:
         """Grow the block table to hold the first ``num_tokens`` tokens, which this step computes; publish full blocks.
@@ -215,24 +171,10 @@ class BlockManager:
             if not is_decode or num_tokens // size % PUBLISHED_TOGETHER == 0:
                 self.prefix_cache.publish(sequence, num_tokens)
             if self.states is not None:
-                self._plan_snapshots(sequence, num_tokens, is_decode=is_decode)
+                plan_snapshots(sequence, num_tokens, size, self.states, self.prefix_cache, self.pool)
         # A decode needs nothing until its last block is full. A prefill needs blocks for each chunk.
         sequence.next_block_boundary = len(table) * size if num_tokens >= len(sequence.token_ids) else 0
         return copy
-
-    def _plan_snapshots(self, sequence: Sequence, num_tokens: int, *, is_decode: bool) -> None:
-        """Plan the snapshots of a step that computes the sequence's tokens up to ``num_tokens``: see state_slots.py."""
-        assert self.states is not None
-        size, start = self.block_size, sequence.num_computed_tokens
-        if is_decode:
-            if start % size == 0:
-                self.states.keep(sequence, self.pool.blocks[sequence.block_table[start // size - 1]])
-            return
-        last_full = (sequence.num_tokens - 1) // size * size
-        wanted = {last_full, sequence.num_matched_tokens}
-        for position in sorted(position for position in wanted if start < position <= num_tokens):
-            if (block := self.prefix_cache.holder(sequence, position // size - 1)) is not None:
-                self.states.save(sequence, position, block)
 
     def slide(self, sequences: Iterable[Sequence]) -> None:
         """Release the pages of windows that are beyond the reach of the next token of each of these sequences."""
@@ -287,7 +229,7 @@ class BlockManager:
         elif self.enable_prefix_caching:
             self.prefix_cache.publish(sequence, sequence.num_computed_tokens)
         if self.states is not None:
-            self._leave_snapshot(sequence)
+            leave_snapshot(sequence, self.states, self.prefix_cache, self.pool)
         if sequence.block_table:
             for window in self.windows:
                 window.release(sequence)
@@ -299,33 +241,15 @@ class BlockManager:
         sequence.num_computed_tokens = 0
         sequence.next_block_boundary = 0
 
-    def _leave_snapshot(self, sequence: Sequence) -> None:
-        """Free the sequence's state; the snapshot of its answer stays, if the block that it hangs on is published."""
-        assert self.states is not None
-        if sequence.kept_block >= 0:
-            block = self.pool.blocks[sequence.kept_block]
-            if block.block_hash is None:
-                holder = self.prefix_cache.holder(sequence, sequence.block_table.index(sequence.kept_block))
-                if holder is None:
-                    self.states.detach(block.block_id)
-                else:
-                    self.states.move(block, holder)
-            sequence.kept_block = -1
-        self.states.release(sequence)
-
     def _take_block(self) -> Block:
         """Allocate a block; if all free blocks are cached, one of them is evicted."""
         if self.pool.must_evict:
             self.prefix_cache.evict()
         return self.pool.take()
 
-    def _first_written(self, sequence: Sequence) -> int:
-        """Return the index in the block table of the block that the sequence's next token is written to."""
-        return max(sequence.num_computed_tokens, sequence.num_matched_tokens) // self.block_size
-
     def _unshare(self, sequence: Sequence) -> BlockPair | None:
         """Replace the block that the sequence writes next by a copy, if other sequences use that block too."""
-        index = self._first_written(sequence)
+        index = first_written(sequence, self.block_size)
         if index >= len(sequence.block_table):
             return None
         shared = self.pool.blocks[sequence.block_table[index]]
@@ -371,7 +295,7 @@ class BlockManager:
             held = len(sequence.host_table)
             if held:  # a sequence without host blocks starts in a later step
                 needed += max(0, self.num_blocks_for(sequence.num_tokens) - held)
-            if (index := self._first_written(sequence)) < held:
+            if (index := first_written(sequence, self.block_size)) < held:
                 writers[sequence.host_table[index]] += 1
         return needed + sum(min(count, users[page_id] - 1) for page_id, count in writers.items())
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from engine.kv.block_manager import BlockManager, Growth
+from engine.kv.block_manager import BlockManager
+from engine.kv.growth import Growth
 from engine.kv.pool_sizes import pages_in_reach
 from engine.scheduling.group_plan import plan_group
 from engine.scheduling.request_queues import RequestQueues

@@ -7,7 +7,8 @@ shares with the earlier ones.
 
 from __future__ import annotations
 
-from engine.kv.block_manager import BlockManager, Growth
+from engine.kv.block_manager import BlockManager
+from engine.kv.growth import Growth
 from engine.sequence import Sequence
 
 __all__ = ["plan_group"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from engine.kv.block_manager import Growth
+from engine.kv.growth import Growth
 from engine.kv.prefix_cache import PrefixMatch
 from engine.scheduling.request_queues import RequestQueues
 from engine.scheduling.scheduler_output import SchedulerOutput

@@ -8,8 +8,9 @@ import pytest
 
 from engine import sequence as sequence_module
 from engine.kv import prefix_cache as prefix_cache_module
-from engine.kv.block_manager import BlockManager, Growth
+from engine.kv.block_manager import BlockManager
 from engine.kv.block_pool import BlockCounts
+from engine.kv.growth import Growth, num_new_blocks
 from engine.prefix_hash import pack_tokens, root_hash
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
@@ -204,7 +205,7 @@ def test_a_write_into_a_shared_block_copies_it_and_the_last_user_writes_in_place
     manager = BlockManager(8, 4)
     sequences = start_forks(manager, list(range(6)), n=3)
     full, half_full = sequences[0].block_table
-    assert manager._num_new_blocks([Growth(sequence, 7) for sequence in sequences]) == 2
+    assert num_new_blocks([Growth(sequence, 7) for sequence in sequences], manager.pool, 4) == 2
     copies = [manager.allocate(sequence, 7) for sequence in sequences]
     assert copies == [(half_full, sequences[0].block_table[1]), (half_full, sequences[1].block_table[1]), None]
     assert sequences[2].block_table == [full, half_full]
@@ -216,7 +217,7 @@ def test_a_write_into_a_shared_block_copies_it_and_the_last_user_writes_in_place
 def test_forks_at_the_end_of_a_block_copy_nothing() -> None:
     manager = BlockManager(8, 4)
     sequences = start_forks(manager, list(range(8)), n=3)
-    assert manager._num_new_blocks([Growth(sequence, 9) for sequence in sequences]) == 3
+    assert num_new_blocks([Growth(sequence, 9) for sequence in sequences], manager.pool, 4) == 3
     assert [manager.allocate(sequence, 9) for sequence in sequences] == [None] * 3
     assert manager.pool.counts().used == 5
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.kv.block_manager import BlockManager
+from engine.kv import block_manager
 from engine.kv.block_pool import Block
 from engine.kv.prefix_cache import PrefixMatch
 from engine.kv.state_slots import StateSlots
@@ -36,11 +36,11 @@ def test_a_state_that_is_not_copied_on_a_fork_is_detected() -> None:
 
 
 def test_a_hit_beyond_the_last_snapshot_is_detected() -> None:
-    def resume(manager: BlockManager, match: PrefixMatch, sequence: Sequence) -> PrefixMatch:
+    def resume(match: PrefixMatch, *_: object) -> PrefixMatch:
         return match
 
     def plant(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(BlockManager, "_resumable", resume)
+        patch.setattr(block_manager, "resumable", resume)
         patch.setattr(StateSlots, "start", lambda states, sequence, block=None: start(states, sequence))
 
     start = StateSlots.start

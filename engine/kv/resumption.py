@@ -1,0 +1,74 @@
+"""Where a prefix hit resumes, and which snapshots of states are kept so that later hits can resume.
+
+These functions join the chain of blocks with what hangs on it: the pages of windows and the snapshots of states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from engine.kv.block_pool import BlockPool
+from engine.kv.prefix_cache import PrefixCache, PrefixMatch
+from engine.kv.state_slots import StateSlots
+from engine.kv.window_pages import WindowPages
+from engine.sequence import Sequence
+
+__all__ = ["leave_snapshot", "plan_snapshots", "resumable"]
+
+
+def resumable(
+    match: PrefixMatch,
+    sequence: Sequence,
+    block_size: int,
+    windows: Collection[WindowPages],
+    states: StateSlots | None,
+) -> PrefixMatch:
+    """Return the match with the tokens that need not be computed again.
+
+    They end where every window has the pages within reach, and at a snapshot if there are states. Blocks after them are
+    computed again, but need no memory of their own, unless windows would lack their pages.
+    """
+    last_position, num_blocks, before = sequence.num_tokens - 1, len(match.blocks), -1
+    if states is not None:
+        num_blocks = min(num_blocks, last_position // block_size)  # the last token must still be computed
+    while num_blocks != before:
+        before = num_blocks
+        for window in windows:
+            num_blocks = window.num_resumable(match.blocks, num_blocks, last_position)
+        while states is not None and num_blocks and not states.has_snapshot(match.blocks[num_blocks - 1]):
+            num_blocks -= 1
+    num_resumed = num_blocks * block_size
+    if windows:
+        return PrefixMatch(match.blocks[:num_blocks], (), num_resumed, num_resumed)
+    return replace(match, num_resumed=num_resumed)
+
+
+def plan_snapshots(
+    sequence: Sequence, num_tokens: int, block_size: int, states: StateSlots, chain: PrefixCache, pool: BlockPool
+) -> None:
+    """Plan the snapshots of a step that computes the sequence's tokens up to ``num_tokens``: see state_slots.py."""
+    start = sequence.num_computed_tokens
+    if num_tokens == start + 1 and num_tokens > sequence.num_prompt_tokens:  # a decode
+        if start % block_size == 0:
+            states.keep(sequence, pool.blocks[sequence.block_table[start // block_size - 1]])
+        return
+    last_full = (sequence.num_tokens - 1) // block_size * block_size
+    wanted = {last_full, sequence.num_matched_tokens}
+    for position in sorted(position for position in wanted if start < position <= num_tokens):
+        if (block := chain.holder(sequence, position // block_size - 1)) is not None:
+            states.save(sequence, position, block)
+
+
+def leave_snapshot(sequence: Sequence, states: StateSlots, chain: PrefixCache, pool: BlockPool) -> None:
+    """Free a sequence's state; the snapshot of its answer stays, if the block that it hangs on is published."""
+    if sequence.kept_block >= 0:
+        block = pool.blocks[sequence.kept_block]
+        if block.block_hash is None:
+            holder = chain.holder(sequence, sequence.block_table.index(sequence.kept_block))
+            if holder is None:
+                states.detach(block.block_id)
+            else:
+                states.move(block, holder)
+        sequence.kept_block = -1
+    states.release(sequence)
