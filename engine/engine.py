@@ -16,6 +16,7 @@ from engine.config import EngineConfig, EngineInfo
 from engine.errors import OverloadedError, RequestError
 from engine.kv.block_manager import BlockManager
 from engine.kv.events import KVEventBatch
+from engine.kv.pool_sizes import pages_in_reach
 from engine.observability.engine_metrics import EngineMetrics
 from engine.observability.kv_events import KVEventReporter
 from engine.observability.load_meter import LoadMeter
@@ -77,6 +78,8 @@ class Engine:
             max_logprobs=info.max_logprobs,
             max_num_seqs=self.scheduler.max_num_running,
             shares_prefixes=config.enable_prefix_caching,
+            windows=tuple((pages_in_reach(window, info.block_size), pages) for window, pages in info.windows),
+            step_pages=-(-config.max_num_batched_tokens // info.block_size),
         )
         self.backlog = PrefillBacklog(self.block_manager)
         self._queue_limits = QueueLimits(config.max_queued_requests, config.max_queued_prefill_tokens)
@@ -360,7 +363,7 @@ def _new_block_manager(config: EngineConfig, info: EngineInfo, *, record_events:
         num_host_blocks=info.num_host_blocks,
         windows=info.windows,
         num_slots=info.num_slots,
-        num_snapshots=info.num_snapshots,
+        num_snapshots=max(info.num_snapshots, info.num_slots - min(config.max_num_seqs, config.max_num_batched_tokens)),
         enable_prefix_caching=config.enable_prefix_caching,
         record_events=record_events,
     )

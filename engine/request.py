@@ -161,15 +161,33 @@ class RequestValidator(PromptValidator):
     Args:
         max_num_seqs: maximum sequences that run at once.
         shares_prefixes: whether the sequences of one prompt share its blocks even after a recomputation.
+        windows: of each sliding window with pages of its own, the pages in reach of a sequence, and those of its pool.
+        step_pages: pages of a window, at most, that a step writes to beside those in reach.
     """
 
     max_num_seqs: int
     shares_prefixes: bool
+    windows: tuple[tuple[int, int], ...] = ()
+    step_pages: int = 0
+
+    @property
+    def capacity(self) -> int:
+        """Maximum tokens, prompt and output together, of one sequence."""
+        return min(super().capacity, self._num_blocks_for(1) * self.block_size)
+
+    def _num_blocks_for(self, num_sequences: int) -> int:
+        """Return the blocks that so many sequences can have together.
+
+        If not all of them can hold the pages in reach of a window, they must fit with all their pages.
+        """
+        scarce = [pages for reach, pages in self.windows if num_sequences * reach + self.step_pages > pages]
+        return min([self.num_blocks, *scarce])
 
     def max_total_tokens(self, num_prompt_tokens: int, num_sequences: int) -> int:
         """Return the length at which ``num_sequences`` of one prompt, with no other request, fill the KV pool."""
         shared = num_prompt_tokens // self.block_size if self.shares_prefixes and num_sequences > 1 else 0
-        return min(self.capacity, (shared + (self.num_blocks - shared) // num_sequences) * self.block_size)
+        num_blocks = self._num_blocks_for(num_sequences)
+        return min(self.capacity, (shared + (num_blocks - shared) // num_sequences) * self.block_size)
 
     def check(self, request: EngineRequest) -> None:
         """Reject a request that can never run.

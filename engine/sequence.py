@@ -63,6 +63,7 @@ class Sequence:
         "max_total_tokens",
         "next_block_boundary",
         "num_cached_tokens",
+        "num_chained_tokens",
         "num_computed_tokens",
         "num_matched_tokens",
         "num_pending",
@@ -106,6 +107,7 @@ class Sequence:
         self.host_table: list[int] = []  # its blocks in the host pool while it is swapped
         self.block_hashes: list[int] = []  # of the leading full blocks, computed on demand
         self.content_ids: list[int] = []  # content id of each published or matched block
+        self.num_chained_tokens = 0  # cached when it started, in blocks of which it may use a part: where prompts part
         self.state_slot = -1  # of its states, while it runs; -1 if the model has none
         self.kept_block = -1  # the block on which the snapshot of its answer hangs: see StateSlots.keep
         self.first_pages: list[int] = []  # for each window: the first block of the table whose page it holds

@@ -74,6 +74,7 @@ def measure(name: str, context: int, num_snapshots: int) -> Capacity:
     pools = sizes.divide(
         memory,
         num_tokens=context,
+        max_model_len=context,
         max_num_seqs=MAX_NUM_SEQS,
         max_step_tokens=STEP_TOKENS,
         num_snapshots=num_snapshots,

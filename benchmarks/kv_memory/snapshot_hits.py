@@ -26,7 +26,7 @@ from engine.sequence import Sequence, SequenceGroup
 
 TRACE = Path("../shared/traces/mooncake_conversation.jsonl")
 BLOCK_SIZE = 512  # as in the trace: smaller blocks would end within one of its hashes
-STEP_TOKENS, TYPICAL_TOKENS, MAX_NUM_SEQS = 2048, 8192, 256
+STEP_TOKENS, TYPICAL_TOKENS, MAX_MODEL_LEN, MAX_NUM_SEQS = 2048, 8192, 131_072, 256
 NUM_REQUESTS = 4000
 MEMORIES = (32 * 2**30, 64 * 2**30, 128 * 2**30)
 
@@ -104,6 +104,7 @@ def measure(memory: int, path: Path, num_snapshots: int = 2) -> Hits:
     pools = sizes.divide(
         memory,
         num_tokens=TYPICAL_TOKENS,
+        max_model_len=MAX_MODEL_LEN,
         max_num_seqs=MAX_NUM_SEQS,
         max_step_tokens=STEP_TOKENS,
         num_snapshots=num_snapshots,

@@ -1,7 +1,8 @@
 """BlockManager: the block tables of all sequences.
 
-It composes three parts: the ``BlockPool`` (states and reference counts), the ``PrefixCache`` (which block holds which
-prefix) and the ``HostPool``, which is the prefix cache's ``BlockStore`` and the block manager's swap space. A sequence
+It composes the ``BlockPool`` (states and reference counts), the ``PrefixCache`` (which block holds which prefix), the
+``HostPool``, which is the prefix cache's ``BlockStore`` and the block manager's swap space, and what hangs on blocks:
+``WindowPages`` and ``StateSlots``. A sequence
 starts with the blocks of its prefix match, grows block by block, and gives every block back when it ends or is
 preempted.
 
@@ -127,6 +128,7 @@ class BlockManager:
         # A fully cached sequence still computes its last token, whose logits are needed; its K and V are not rewritten.
         sequence.num_computed_tokens = min(match.num_resumed, sequence.num_tokens - 1)
         if self.states is not None:
+            sequence.num_chained_tokens = match.num_chained
             num_resumed = match.num_resumed // self.block_size
             self.states.start(sequence, match.blocks[num_resumed - 1] if num_resumed else None)
         if self.windows:

@@ -95,29 +95,44 @@ class PageSizes:
         return self.num_bytes(PoolSizes(num_blocks, 0, self.window_pages(num_tokens), num_slots))
 
     def divide(
-        self, memory: int, *, num_tokens: int, max_num_seqs: int, max_step_tokens: int, num_snapshots: int
+        self,
+        memory: int,
+        *,
+        num_tokens: int,
+        max_model_len: int,
+        max_num_seqs: int,
+        max_step_tokens: int,
+        num_snapshots: int,
     ) -> PoolSizes:
-        """Divide ``memory`` bytes for sequences of ``num_tokens``, at most what ``max_num_seqs`` can use.
+        """Divide ``memory`` bytes for sequences of ``num_tokens``, at most what ``max_num_seqs`` sequences can use.
 
-        Little memory may not hold the pages that a step writes to beside those in reach. Then every block has a page of
-        each window, and none need be freed.
+        A single sequence of any length fits: each window has the pages in reach and those of a step, or one for each
+        block. If memory is too small for that, every block has a page of each window, and none need be freed.
 
         Args:
+            max_model_len: tokens of the longest sequence.
             max_step_tokens: tokens of a step, which write to as many slots of every window before any is freed.
             num_snapshots: of each sequence.
+
+        Returns:
+            Pools without a block if memory does not hold one sequence.
         """
-        step_pages = -(-max_step_tokens // self.block_size)
+        step_pages, most = -(-max_step_tokens // self.block_size), -(-max_model_len // self.block_size)
         left = memory - sum(step_pages * size for _, size in self.windows)
         num_seqs = min(max(left, 0) / self.bytes_of_sequence(num_tokens, num_snapshots), max_num_seqs)
-        if self.windows and num_seqs < 1:
-            return self._divide_evenly(memory, num_tokens, num_snapshots)
-        num_blocks = int(num_seqs * -(-num_tokens // self.block_size))
-        if not self.block:
-            num_blocks = min(max_num_seqs * -(-num_tokens // self.block_size), _MAX_EMPTY_BLOCKS)
         num_slots = int(num_seqs * (1 + num_snapshots)) if self.slot else 0
+        pages = tuple(
+            max(int(num_seqs * pages), min(pages_in_reach(window, self.block_size), most)) + step_pages
+            for pages, (window, _) in zip(self.window_pages(num_tokens), self.windows, strict=True)
+        )
+        rest = memory - self.num_bytes(PoolSizes(0, 0, pages, num_slots))
+        num_blocks = min(rest // self.block if self.block else _MAX_EMPTY_BLOCKS, max_num_seqs * most)
+        is_small = num_seqs < 1 or rest < 0 or num_blocks * self.block_size < num_tokens
+        if self.windows and is_small:
+            return self._divide_evenly(memory, num_tokens, num_snapshots)
         return PoolSizes(
-            num_blocks=num_blocks if num_seqs >= 1 else 0,
-            num_window_pages=tuple(int(num_seqs * pages) + step_pages for pages in self.window_pages(num_tokens)),
+            num_blocks=0 if is_small else num_blocks,
+            num_window_pages=pages,
             num_slots=num_slots,
             num_snapshots=snapshots_left(num_slots, num_snapshots),
         )

@@ -38,13 +38,15 @@ __all__ = ["Attachments", "PrefixCache", "PrefixMatch"]
 class PrefixMatch:
     """The cached blocks that hold the first ``num_tokens`` tokens of a sequence: on the device, then in the store.
 
-    The first ``num_resumed`` tokens need not be computed again; they are fewer where states must be.
+    The first ``num_resumed`` tokens need not be computed again; they are fewer where states must be. ``num_chained``
+    tokens are cached in a chain of blocks, of which the match may be a part.
     """
 
     blocks: tuple[Block, ...] = ()
     pages: tuple[Block, ...] = ()
     num_tokens: int = 0
     num_resumed: int = 0
+    num_chained: int = 0
 
     @property
     def num_blocks(self) -> int:
@@ -103,7 +105,7 @@ class PrefixCache:
         parent = blocks[-1].content_id if blocks else sequence.cache_key
         pages = self._chain(sequence, len(blocks), parent, self._lookup_page)
         num_tokens = (len(blocks) + len(pages)) * self._block_size
-        return PrefixMatch(tuple(blocks), tuple(pages), num_tokens, num_tokens)
+        return PrefixMatch(tuple(blocks), tuple(pages), num_tokens, num_tokens, num_tokens)
 
     def _chain(
         self, sequence: Sequence, first: int, parent: int | str, lookup: Callable[[int], Block | None]

@@ -40,7 +40,7 @@ def resumable(
             num_blocks -= 1
     num_resumed = num_blocks * block_size
     if windows:
-        return PrefixMatch(match.blocks[:num_blocks], (), num_resumed, num_resumed)
+        return PrefixMatch(match.blocks[:num_blocks], (), num_resumed, num_resumed, match.num_chained)
     return replace(match, num_resumed=num_resumed)
 
 
@@ -54,7 +54,7 @@ def plan_snapshots(
             states.keep(sequence, pool.blocks[sequence.block_table[start // block_size - 1]])
         return
     last_full = (sequence.num_tokens - 1) // block_size * block_size
-    wanted = {last_full, sequence.num_matched_tokens}
+    wanted = {last_full, sequence.num_chained_tokens}
     for position in sorted(position for position in wanted if start < position <= num_tokens):
         if (block := chain.holder(sequence, position // block_size - 1)) is not None:
             states.save(sequence, position, block)

@@ -8,12 +8,12 @@ has seen. Slots are in one of three states:
     snapshot    a match can resume there; the least recently used one is reused first
     used        a running sequence computes with it
 
-Snapshots are large, so they are taken where they will be used: at the last full block of a prompt, every so many tokens
-of a long one, where a prompt leaves a chain that others continue differently (as Marconi does, Pan et al., 2024), and
-at the last full block of an answer. The snapshot of an answer moves with it from block to block.
+Snapshots are large, so they are taken where they will be used: at the last full block of a prompt, where a prompt
+leaves a chain that others continue differently (as Marconi does, Pan et al., 2024), and at the last full block of an
+answer. The snapshot of an answer moves with it from block to block.
 
-A prefill writes its snapshots while it computes: see ``saves``. All others are copies, which are made before the step
-computes, as if all at the same time. A snapshot can be matched from the next step on.
+A prefill writes its snapshots while it computes: see ``saves``; they can be matched from the next step on. All others
+are copies, which are made before the step computes, as if all at the same time.
 """
 
 from __future__ import annotations

@@ -23,8 +23,9 @@ from engine.kv.block_pool import Block, BlockPool
 from engine.kv.host_pool import BlockPair
 from engine.sequence import Sequence
 
-__all__ = ["PageChanges", "WindowPages"]
+__all__ = ["NO_CHANGES", "PageChanges", "WindowPages"]
 
+NO_CHANGES = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32)
 PageChanges = tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]  # blocks, and the page of each
 
 
@@ -146,7 +147,8 @@ class WindowPages:
             self._drop(page, block_id)
 
     def clear(self) -> None:
-        """Free every page that no sequence holds."""
+        """Free every page that no sequence holds, and forget the copies of a step that failed."""
+        self.copies.clear()
         for block_id in list(self._page_of):
             self.detach(block_id)
 

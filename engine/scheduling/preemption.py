@@ -30,7 +30,7 @@ class Preemption:
         self._futile: WeakKeyDictionary[SequenceGroup, tuple[int, int]] = WeakKeyDictionary()
 
     def make_room(self, num_blocks: int, group: SequenceGroup, step: StepBuilder) -> bool:
-        """Preempt requests until ``num_blocks`` blocks are free; False if ``group`` itself was preempted."""
+        """Preempt requests until ``num_blocks`` blocks can be allocated; False if ``group`` itself was preempted."""
         while num_blocks > self._blocks.num_growable_blocks:
             if not self.preempt_for(group, step):
                 return False

@@ -7,6 +7,7 @@ running request has one slot of the batch for each of its sequences, also for th
 from __future__ import annotations
 
 from bisect import insort
+from contextlib import suppress
 
 from engine.kv.block_manager import BlockManager
 from engine.scheduling.client_turns import ClientTurns
@@ -82,7 +83,8 @@ class RequestQueues:
         group = sequence.group
         if not sequence.is_single:
             group.record_sharing()
-        self.running.remove(sequence)
+        with suppress(ValueError):  # a fork of a step that failed has not joined the batch
+            self.running.remove(sequence)
         self.block_manager.free(sequence)
         if group.beams is not None:  # keeps its slots to the end, as its beams may become fewer and more again
             num_slots = 0 if any(other.group is group for other in self.running) else group.num_slots

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from engine.kv.growth import Growth
 from engine.kv.prefix_cache import PrefixMatch
+from engine.kv.window_pages import NO_CHANGES
 from engine.scheduling.request_queues import RequestQueues
 from engine.scheduling.scheduler_output import SchedulerOutput
 from engine.sequence import Sequence, SequenceGroup
@@ -135,10 +136,9 @@ class StepBuilder:
             self._leave_out_not_sampling()
         if has_idle:
             self._leave_out_idle()
-        if not output.is_empty:  # else no rank learns of the step
-            for window in self._blocks.windows:
-                output.window_changes.append(window.take_changes())
-                output.window_copies.append(window.take_copies())
+        for window in self._blocks.windows:  # no rank learns of the pages of a step that computes nothing
+            output.window_changes.append(window.take_changes() if output.sequences else NO_CHANGES)
+            output.window_copies.append(window.take_copies() if output.sequences else [])
         return output
 
     def _leave_out_not_sampling(self) -> None:

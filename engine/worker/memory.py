@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 _HOST_DEFAULT = 4 * 2**30
 _TYPICAL_TOKENS = 4096  # of a sequence, for which memory is divided between the kinds of pages
+_FEWEST_SEQUENCES = 8  # that have pages and states, where num_blocks is set and short
 
 
 def host_memory_for_cache(config: EngineConfig) -> int:
@@ -133,19 +134,20 @@ def pools_that_fit(config: EngineConfig, sizes: PageSizes, memory: int, max_mode
     if sizes.are_blocks_alone:
         max_useful = config.max_num_seqs * -(-max_model_len // sizes.block_size)
         return PoolSizes(blocks_that_fit(memory, sizes.block, max_useful))
-    num_tokens = min(max_model_len, config.typical_seq_len or _TYPICAL_TOKENS)
+    num_tokens, num_snapshots = min(max_model_len, config.typical_seq_len or _TYPICAL_TOKENS), _num_snapshots(config)
     limits = {
+        "max_model_len": max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "max_step_tokens": config.max_num_batched_tokens,
-        "num_snapshots": config.state_snapshots,
+        "num_snapshots": num_snapshots,
     }
     while not (pools := sizes.divide(memory, num_tokens=num_tokens, **limits)).num_blocks and num_tokens > 1:
         num_tokens //= 2
     if not pools.num_blocks:
         raise ConfigError(
             f"{max(memory, 0) / 2**20:.1f} MiB are left for the KV cache, but one sequence takes at least "
-            f"{sizes.bytes_of_sequence(1) / 2**20:.1f} MiB; raise kv_cache_memory or gpu_memory_utilization, or lower "
-            "max_num_batched_tokens"
+            f"{sizes.bytes_of_sequence(1, num_snapshots) / 2**20:.1f} MiB; raise kv_cache_memory or "
+            f"gpu_memory_utilization, or lower {'state_snapshots or ' if sizes.slot else ''}max_num_batched_tokens"
         )
     return pools
 
@@ -153,9 +155,11 @@ def pools_that_fit(config: EngineConfig, sizes: PageSizes, memory: int, max_mode
 def pools_of_blocks(config: EngineConfig, sizes: PageSizes) -> PoolSizes:
     """Return the pools for the configured number of blocks: as many of the other pages as these can be used with."""
     assert config.num_blocks is not None
-    num_seqs = min(config.max_num_seqs, config.num_blocks)
+    num_tokens, num_snapshots = config.typical_seq_len or _TYPICAL_TOKENS, _num_snapshots(config)
+    num_seqs = max(_FEWEST_SEQUENCES, -(-config.num_blocks * sizes.block_size // num_tokens))
+    num_seqs = min(config.max_num_seqs, config.num_blocks, num_seqs)
     step_pages = -(-config.max_num_batched_tokens // sizes.block_size)
-    num_slots = num_seqs * (1 + config.state_snapshots) if sizes.slot else 0
+    num_slots = num_seqs * (1 + num_snapshots) if sizes.slot else 0
     return PoolSizes(
         num_blocks=config.num_blocks,
         num_window_pages=tuple(
@@ -163,8 +167,13 @@ def pools_of_blocks(config: EngineConfig, sizes: PageSizes) -> PoolSizes:
             for window, _ in sizes.windows
         ),
         num_slots=num_slots,
-        num_snapshots=snapshots_left(num_slots, config.state_snapshots),
+        num_snapshots=snapshots_left(num_slots, num_snapshots),
     )
+
+
+def _num_snapshots(config: EngineConfig) -> int:
+    """Return the slots for each sequence beside its own: of snapshots, or at least of the state before a draft."""
+    return max(config.state_snapshots, int(config.speculation is not None))
 
 
 def blocks_that_fit(memory: int, bytes_per_block: int, max_useful: int) -> int:

@@ -186,32 +186,28 @@ class ModelRunner:
         return pools
 
     def _log_capacity(self) -> None:
-        tokens = self.workers.local.kv_cache.num_tokens
-        size = self.workers.local.kv_cache.num_bytes * self.config.tensor_parallel_size
+        cache, ranks = self.workers.local.kv_cache, self.config.tensor_parallel_size
+        size, tokens = cache.num_bytes * ranks / 2**30, cache.num_tokens
         kind = "CPU" if self.device.type == "cpu" else "GPU"
-        logger.info(
-            "%s KV cache size: %s tokens, %d blocks of %d in %.2f GiB",
-            kind,
-            f"{tokens:,}",
-            self.pools.num_blocks,
-            self.block_size,
-            size / 2**30,
-        )
-        cache = self.workers.local.kv_cache
+        if cache.blocks.parts:
+            blocks = (self.pools.num_blocks, self.block_size)
+            logger.info("%s KV cache size: %s tokens, %d blocks of %d in %.2f GiB", kind, f"{tokens:,}", *blocks, size)
+        else:
+            logger.info("%s KV cache size: %.2f GiB; no layer attends to everything", kind, size)
         for window, pages in cache.windows.items():
+            in_gib = pages.num_bytes * ranks / 2**30
             logger.info(
-                "Layers with a window of %s tokens: %d pages in %.2f GiB",
-                f"{window:,}",
-                pages.num_pages,
-                pages.num_bytes * self.config.tensor_parallel_size / 2**30,
+                "Layers with a window of %s tokens: %d pages in %.2f GiB", f"{window:,}", pages.num_pages, in_gib
             )
         if self.pools.num_slots:
             logger.info(
                 "Recurrent layers: %d states of %.2f MiB, %d of them for snapshots",
                 self.pools.num_slots,
-                cache.slots.bytes_per_page * self.config.tensor_parallel_size / 2**20,
+                cache.slots.bytes_per_page * ranks / 2**20,
                 self.pools.num_snapshots,
             )
+        if not cache.blocks.parts:
+            return
         length = self.max_model_len
         logger.info("Maximum concurrency for %s tokens per request: %.2fx", f"{length:,}", tokens / length)
         if tokens < length:

@@ -15,7 +15,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.kv.block_tables import BlockTables
 from engine.kv.kv_cache import KVCache
-from engine.kv.layer_cache import LayerCache, without_windows
+from engine.kv.layer_cache import LayerCache, bytes_per_state, without_windows
 from engine.kv.page_maps import PageMap
 from engine.kv.pool_sizes import PageSizes, PoolSizes
 from engine.models.adapter.decoder import TransformersDecoder
@@ -211,7 +211,7 @@ class ModelShard:
     @property
     def layer_caches(self) -> tuple[LayerCache, ...]:
         """What the layers cache, with a window where pages beyond it are freed."""
-        if self.config.swap_space_gib:
+        if self.config.swap_space_gib and not bytes_per_state(self.model.layer_caches):
             return without_windows(self.model.layer_caches)  # swapping knows pages of blocks only
         return self.model.layer_caches
 

@@ -96,7 +96,7 @@ class ModelWorker:
         """
         use_device(self.shard.device)
         self._copy_blocks(plan)
-        if not len(plan.token_ids):  # a step may only swap blocks
+        if not len(plan.token_ids):  # a step may only copy blocks or states
             return None
         self.kv_cache.expect(plan.slot_mapping)
         if (graph := self.graphs.find(plan)) is not None:
@@ -154,7 +154,9 @@ class ModelWorker:
             ConfigError: if not even one block fits, or not one sequence.
         """
         shard, sizes = self.shard, self.shard.page_sizes
-        useful = self.config.max_num_seqs * sizes.bytes_of_sequence(shard.max_model_len, self.config.state_snapshots)
+        useful = self.config.max_num_seqs * sizes.bytes_of_sequence(
+            shard.max_model_len, self.config.state_snapshots + 1
+        )
         if shard.device.type == "cpu":
             memory = host_memory_for_cache(self.config)
         else:

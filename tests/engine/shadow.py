@@ -153,6 +153,7 @@ class ShadowRunner:
     def _run_window(self, index: int, output: SchedulerOutput, chains: list[list[int]]) -> None:
         """Do for the pages of a window what ``run`` does for blocks; only what is within reach is read."""
         window, slots, pages = self.info.windows[index][0], self.window_slots[index], self.page_maps[index]
+        assert output.sequences or not len(output.window_changes[index][0]), "no rank learns of a page"
         pages |= dict(zip(*(part.tolist() for part in output.window_changes[index]), strict=True))
         self._copy("copied page", output.window_copies[index], slots, slots)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine.kv.layer_cache import KeyValue, LayerCache, State
 from engine.kv.pool_sizes import PageSizes, PoolSizes, pages_in_reach, smallest, snapshots_left
@@ -33,7 +35,7 @@ def test_each_kind_has_its_page_size() -> None:
 def test_memory_is_divided_for_sequences_of_a_length(num_tokens: int) -> None:
     sizes = sizes_of(FULL, WINDOW, STATE)
     memory = 10 * sizes.bytes_of_sequence(num_tokens, 2) + 4 * sizes.windows[0][1]
-    pools = sizes.divide(memory, num_tokens=num_tokens, num_snapshots=2, **LIMITS)
+    pools = sizes.divide(memory, num_tokens=num_tokens, max_model_len=1000, num_snapshots=2, **LIMITS)
     blocks = -(-num_tokens // 16)
     assert pools == PoolSizes(10 * blocks, 0, (10 * min(blocks, 3) + 4,), 30, 10)
     assert sizes.num_bytes(pools) == memory
@@ -41,20 +43,62 @@ def test_memory_is_divided_for_sequences_of_a_length(num_tokens: int) -> None:
 
 def test_no_more_than_the_sequences_of_a_batch_is_taken() -> None:
     sizes = sizes_of(FULL, WINDOW)
-    pools = sizes.divide(2**40, num_tokens=160, num_snapshots=2, **LIMITS)
-    assert pools == PoolSizes(1000, 0, (304,), 0, 0)
+    pools = sizes.divide(2**40, num_tokens=160, max_model_len=320, num_snapshots=2, **LIMITS)
+    assert pools == PoolSizes(2000, 0, (304,), 0, 0)
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 4])
+def test_few_sequences_may_be_as_long_as_the_model_allows(max_num_seqs: int) -> None:
+    sizes = sizes_of(FULL, WINDOW, STATE)
+    limits = {**LIMITS, "max_num_seqs": max_num_seqs}
+    pools = sizes.divide(2**30, num_tokens=160, max_model_len=50_000, num_snapshots=2, **limits)
+    assert pools.num_blocks == max_num_seqs * 50_000 // 16
+    assert pools.num_slots == 3 * max_num_seqs
 
 
 def test_without_full_attention_blocks_take_no_memory_and_are_many() -> None:
     sizes = sizes_of(STATE)
-    pools = sizes.divide(30 * sizes.slot, num_tokens=160, num_snapshots=2, **LIMITS)
-    assert pools == PoolSizes(1000, 0, (), 30, 10)
+    pools = sizes.divide(30 * sizes.slot, num_tokens=160, max_model_len=1600, num_snapshots=2, **LIMITS)
+    assert pools == PoolSizes(10_000, 0, (), 30, 10)
 
 
 def test_too_little_memory_for_one_sequence_gives_no_block() -> None:
     sizes = sizes_of(FULL, STATE)
     memory = sizes.bytes_of_sequence(160, 2) - 1
-    assert sizes.divide(memory, num_tokens=160, num_snapshots=2, **LIMITS).num_blocks == 0
+    assert sizes.divide(memory, num_tokens=160, max_model_len=320, num_snapshots=2, **LIMITS).num_blocks == 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    layers=st.lists(
+        st.sampled_from([FULL, WINDOW, STATE, KeyValue(1, 4, 4, window=100), KeyValue(1, 4, 4, window=7)]), min_size=1
+    ),
+    memory=st.integers(0, 10**6),
+    num_tokens=st.integers(1, 500),
+    longest=st.integers(1, 2000),
+    num_seqs=st.integers(1, 20),
+    step=st.integers(1, 300),
+    snapshots=st.integers(0, 3),
+)
+def test_a_sequence_of_any_length_that_the_blocks_hold_gets_its_pages(
+    layers: list[LayerCache], memory: int, num_tokens: int, longest: int, num_seqs: int, step: int, snapshots: int
+) -> None:
+    sizes = sizes_of(*layers)
+    pools = sizes.divide(
+        memory,
+        num_tokens=min(num_tokens, longest),
+        max_model_len=longest,
+        max_num_seqs=num_seqs,
+        max_step_tokens=step,
+        num_snapshots=snapshots,
+    )
+    if not pools.num_blocks:
+        return
+    assert sizes.num_bytes(pools) <= memory
+    assert bool(pools.num_slots) == bool(sizes.slot)
+    most = min(pools.num_blocks, -(-longest // 16))
+    for (window, _), pages in zip(sizes.windows, pools.num_window_pages, strict=True):
+        assert pages >= min(most, pages_in_reach(window, 16) + -(-step // 16))
 
 
 @pytest.mark.parametrize(

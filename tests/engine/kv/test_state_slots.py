@@ -48,6 +48,18 @@ def test_where_prompts_part_the_second_one_leaves_a_snapshot_for_the_third() -> 
     assert resumed == [0, 0, 12]
 
 
+def test_prompts_part_with_windows_too() -> None:
+    engine, _ = make(windows=((8, 60),))
+    system = list(range(12))
+    resumed = [ask(engine, str(user), [*system, *range(user, user + 9)])[0] for user in (20, 40, 50, 51)]
+    assert resumed == [0, 0, 12, 12]
+
+
+def test_a_batch_of_one_leaves_the_other_slots_to_snapshots() -> None:
+    engine, _ = make(num_slots=2, max_num_seqs=1)
+    assert [ask(engine, str(index), list(range(10)))[0] for index in range(3)] == [0, 8, 8]
+
+
 def test_what_lies_beyond_the_snapshot_is_computed_but_not_stored_again() -> None:
     engine, _ = make()
     prompt = list(range(17))

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import pytest
 import torch
 
 from engine.engine import Engine
+from engine.errors import PromptTooLongError
 from engine.kv.page_maps import HostPageMap, PageMap
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
-from tests.engine.shadow import ShadowRunner, make_engine, run_to_end
+from tests.engine.shadow import ShadowRunner, make_engine, run_all_to_end, run_to_end
 
 SIZE, WINDOW = 4, 8
 
@@ -57,6 +61,25 @@ def test_more_sequences_fit_than_with_all_their_pages() -> None:
         engine.step()
         most = max(most, sum(len(sequence.block_table) for sequence in engine.scheduler.running))
     assert most > 100
+
+
+def test_a_prompt_that_the_pages_cannot_hold_is_rejected() -> None:
+    """A window of 64 tokens has 8 pages of 4: fewer than one sequence reaches, so it must fit with all its pages."""
+    engine, _ = make_engine(num_blocks=64, block_size=SIZE, windows=((64, 8),), max_num_batched_tokens=16)
+    assert ask(engine, "short", list(range(31)), max_tokens=2) == 0
+    for length in (32, 100):
+        with pytest.raises(PromptTooLongError, match=f"has {length} tokens, but the KV cache of 'shadow' holds 32"):
+            ask(engine, "long", [1] * length, max_tokens=2)
+
+
+@pytest.mark.parametrize("params", [{"n": 4}, {"beam_width": 4, "temperature": 0}], ids=str)
+def test_answers_whose_pages_do_not_fit_together_end_early_instead_of_failing(params: dict[str, Any]) -> None:
+    engine, _ = make_engine(num_blocks=200, block_size=SIZE, windows=((16, 9),), max_num_batched_tokens=16)
+    engine.add_request(EngineRequest("wide", list(range(10)), SamplingParams(max_tokens=90, **params)))
+    answers = run_all_to_end(engine)
+    assert len(answers) >= params.get("n", 1)
+    assert all(answers.values())
+    assert not engine.scheduler.has_unfinished
 
 
 def test_a_match_ends_where_the_pages_within_reach_are_cached() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from tests.engine.scheduling.steps import add, make_step, step_sizes
-from tests.engine.shadow import make_engine, run_to_end
+from tests.engine.shadow import check_integrity, make_engine, run_all_to_end, run_to_end
 
 
 def test_a_long_prompt_is_chunked_to_the_budget() -> None:
@@ -100,3 +101,23 @@ def test_the_log_says_what_sharing_saved(caplog: pytest.LogCaptureFixture) -> No
     assert [record.getMessage() for record in caplog.records] == [
         "request two: sharing saved 4 of the 10 KV blocks of its answers (40%)"
     ]
+
+
+@pytest.mark.parametrize("options", [{}, {"windows": ((8, 40),)}, {"num_slots": 12}], ids=str)
+def test_a_request_whose_forking_step_fails_can_be_aborted(options: dict[str, Any]) -> None:
+    """Its forks are in the request before they are in the batch."""
+    engine, runner = make_engine(**options)
+    engine.add_request(EngineRequest("several", list(range(9)), SamplingParams(n=3, temperature=1, max_tokens=5)))
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("the device is lost")
+
+    run, runner.run = runner.run, fail  # type: ignore[method-assign, assignment]
+    with pytest.raises(RuntimeError):
+        engine.step()
+    assert engine.abort("several")
+    check_integrity(engine)
+    assert not engine.has_unfinished
+    runner.run = run  # type: ignore[method-assign]
+    engine.add_request(EngineRequest("again", list(range(9)), SamplingParams(n=3, temperature=1, max_tokens=5)))
+    assert len(run_all_to_end(engine)) == 3

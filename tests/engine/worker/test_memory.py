@@ -169,7 +169,7 @@ def test_a_machine_has_some_memory_available() -> None:
 
 def test_memory_that_is_less_than_a_step_writes_holds_every_block_with_its_pages() -> None:
     sizes = PageSizes(block=64, windows=((40, 32), (50, 32)), slot=0, block_size=4)
-    limits = {"max_num_seqs": 8, "max_step_tokens": 2048, "num_snapshots": 0}
+    limits = {"max_model_len": 200, "max_num_seqs": 8, "max_step_tokens": 2048, "num_snapshots": 0}
     pools = sizes.divide(128 * 30, num_tokens=100, **limits)
     assert (pools.num_blocks, pools.num_window_pages) == (30, (30, 30))
     assert sizes.num_bytes(pools) == 128 * 30
