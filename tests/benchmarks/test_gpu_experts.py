@@ -41,8 +41,8 @@ def test_experts_pass(part: PartRun, monkeypatch: pytest.MonkeyPatch) -> None:
         assert figures[name]["milliseconds"] > 0
 
 
-def _another_expert(logits: torch.Tensor, top_k: int, *, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    weights, ids = ROUTE(logits, top_k, normalize=normalize)
+def _another_expert(logits: torch.Tensor, top_k: int, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    weights, ids = ROUTE(logits, top_k, **options)
     ids[-1, -1] = (ids[-1, -1] + 1) % logits.shape[1]
     return weights, ids
 

@@ -98,7 +98,6 @@ def test_code_that_is_needed_is_refused(tmp_path: Path, architectures: Any) -> N
         ("DeepseekV3ForCausalLM", "its latent attention"),
         ("JambaForCausalLM", "its recurrent layers"),
         ("KimiK25ForConditionalGeneration", "its text part, DeepseekV3ForCausalLM, is not: its latent attention"),
-        ("NemotronHForCausalLM", "its recurrent layers"),
     ],
 )
 def test_code_is_not_the_reason_if_there_is_a_better_one(tmp_path: Path, architecture: str, reason: str) -> None:
