@@ -62,8 +62,14 @@ def test_poisoned_replays(path: str, device: RecordingDevice, monkeypatch: pytes
     assert set(checks.kinds) >= (OF_WINDOWS if cache.windows else OF_STATES)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("path", [WINDOWS, *RECURRENT], indirect=True)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(WINDOWS, marks=pytest.mark.long),
+        *(pytest.param(name, marks=pytest.mark.exhaustive("replays of further families")) for name in RECURRENT),
+    ],
+    indirect=True,
+)
 def test_answers_are_those_of_eager_steps(path: str, device: RecordingDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = generate(start(path), seed=5)
     assert device.num_replays > 20

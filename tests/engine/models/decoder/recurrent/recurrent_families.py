@@ -141,6 +141,12 @@ def few(*names: str) -> list[Any]:
     return [name if name in names else pytest.param(name, marks=pytest.mark.long) for name in GENERATED]
 
 
+def sweep(*names: str) -> list[Any]:
+    """Return GENERATED as parameters of a long test, which CI runs for ``names`` only."""
+    all_others = pytest.mark.exhaustive("24 settings of every family; CI runs three")
+    return [pytest.param(name, marks=pytest.mark.long if name in names else all_others) for name in GENERATED]
+
+
 def recurrent_architecture(name: str) -> str:
     """Return the architecture of a tiny model."""
     model_type = RECURRENT_FAMILIES[name][0]

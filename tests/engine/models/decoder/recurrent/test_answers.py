@@ -12,7 +12,7 @@ from engine.errors import ConfigError
 from engine.sampling_params import SamplingParams
 from tests.engine.models.adapter import greedy_answers
 from tests.engine.models.decoder.recurrent.conftest import Saved
-from tests.engine.models.decoder.recurrent.recurrent_families import GENERATED, few
+from tests.engine.models.decoder.recurrent.recurrent_families import GENERATED, few, sweep
 from tests.engine.models.test_speculative_generation import SPECULATION, DraftCounter
 from tests.engine.oracle import Activity, answers, eos_ids, make_llm, oracle_beams, random_tokens, run
 from tests.engine.worker.test_tensor_parallel import ThreadRanks
@@ -32,8 +32,7 @@ def test_greedy_tokens_equal_transformers(saved: Callable[[str], Saved], name: s
     assert activity.num_recomputed
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", GENERATED)
+@pytest.mark.parametrize("name", sweep("qwen3.5", "lfm2-moe", "nemotron-3-nano"))
 def test_greedy_tokens_in_every_setting(saved: Callable[[str], Saved], name: str) -> None:
     expected = greedy_answers.oracle(saved(name).model, greedy_answers.make_prompts())
     for setting in greedy_answers.SETTINGS:

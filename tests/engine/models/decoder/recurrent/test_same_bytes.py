@@ -27,9 +27,17 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> LogitsRecorder:
     return LogitsRecorder(monkeypatch)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["lfm2-moe", "qwen3-next", "granite-4-h-moe", "falcon-h1-norm", "nemotron-3-nano"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("qwen3-next", marks=pytest.mark.long),
+        *(
+            pytest.param(name, marks=pytest.mark.exhaustive("forty answers of further families in every setting"))
+            for name in ("lfm2-moe", "granite-4-h-moe", "falcon-h1-norm", "nemotron-3-nano")
+        ),
+    ],
+)
 def test_forty_answers(
     recorder: LogitsRecorder, saved: Callable[[str], Saved], name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
