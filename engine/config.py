@@ -163,8 +163,8 @@ class EngineConfig:
             layers: the memory of the KV pool is divided between the kinds of layers for sequences of this length.
             None: ``max_model_len``, at most 4,096.
         state_snapshots: for a model with recurrent layers, snapshots of states for each sequence that can run, at which
-            the prefixes of later prompts resume; 0: none, so that no prefix is reused. A snapshot takes as much memory
-            as a running sequence's states, which the log says.
+            the prefixes of later prompts resume; 0: none, so that no prefix is reused (1 with ``speculative_config``).
+            A snapshot takes as much memory as a running sequence's states, which the log says.
         enable_prefix_caching: keep full blocks under their prefix hash and reuse them.
         async_scheduling: schedule each step while the one before is computed, so that a GPU does not wait for the
             host. A request with a grammar, beams, penalties, long bad words, a thinking budget or draft tokens takes

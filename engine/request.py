@@ -176,7 +176,7 @@ class RequestValidator(PromptValidator):
         return min(super().capacity, self._num_blocks_for(1) * self.block_size)
 
     def _num_blocks_for(self, num_sequences: int) -> int:
-        """Return the blocks that so many sequences can have together.
+        """Return the blocks that ``num_sequences`` sequences can have together.
 
         If not all of them can hold the pages in reach of a window, they must fit with all their pages.
         """

@@ -2,9 +2,8 @@
 
 It composes the ``BlockPool`` (states and reference counts), the ``PrefixCache`` (which block holds which prefix), the
 ``HostPool``, which is the prefix cache's ``BlockStore`` and the block manager's swap space, and what hangs on blocks:
-``WindowPages`` and ``StateSlots``. A sequence
-starts with the blocks of its prefix match, grows block by block, and gives every block back when it ends or is
-preempted.
+``WindowPages`` and ``StateSlots``. A sequence starts with the blocks of its prefix match, grows block by block, and
+gives every block back when it ends or is preempted.
 
 Forked sequences share all blocks. A sequence that writes into a shared block first gets a copy of it (copy-on-write).
 

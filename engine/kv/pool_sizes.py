@@ -27,7 +27,7 @@ class PoolSizes:
 
     Attributes:
         num_blocks: of the layers that attend to everything.
-        num_host_blocks: of the host pool behind them.
+        num_host_blocks: of the host pool, to which they are evicted.
         num_window_pages: of each window, ascending.
         num_slots: states of sequences, and snapshots of them.
         num_snapshots: slots that running sequences leave to snapshots.

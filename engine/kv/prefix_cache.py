@@ -84,7 +84,7 @@ class PrefixCache:
     Attributes:
         epoch: how often the cache was reset; what a sequence of an earlier epoch computes is not published.
         num_evicted: cached blocks that left the device because a sequence needed a block.
-        attachments: told of what happens to the blocks that they hang on.
+        attachments: called when something happens to the blocks that they hang on.
     """
 
     def __init__(self, pool: BlockPool, block_size: int, store: BlockStore, *, record_events: bool = False) -> None:

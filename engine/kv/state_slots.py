@@ -45,7 +45,7 @@ class StateSlots:
         saves: the snapshots that this step's prefills write: of each sequence the number of tokens that each one has
             seen, and its slot.
         num_evicted: snapshots that were lost because a slot was needed.
-        events: what a router is told of the snapshots.
+        events: the changes of snapshots that a router receives.
     """
 
     def __init__(

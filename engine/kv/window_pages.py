@@ -6,8 +6,8 @@ second block table: its page for a position is that of its block. It holds the p
     blocks of a sequence   [ 4 ][ 9 ][ 2 ][ 7 ][ 5 ]        the next token is in block 5
     their pages              -    -   [ 1 ][ 0 ][ 3 ]        the window reaches back to block 2
 
-A page is in one of the states of a ``BlockPool``. One that nobody holds stays cached if its block is published, until
-another page is needed: a later prompt may resume behind it. A match ends where all pages within reach are there.
+A page is in one of the states of a ``BlockPool``. A page without users stays cached if its block is published, until
+another page is needed: a later prompt may resume after it. A match ends where all pages within reach are cached.
 """
 
 from __future__ import annotations
@@ -203,9 +203,6 @@ class WindowPages:
                     self._page_of[block_id].block_id
                     for block_id in sequence.block_table[sequence.first_pages[self._index] :]
                 )
-        for page in self.pages.blocks:  # as the pool asserts of published blocks, whoever holds them
-            if page.ref_count:
-                page.block_hash = None
         self.pages.check_integrity(holders)
         hung: Iterable[int] = [page.block_id for page in self._page_of.values()]
         assert len(set(hung)) == len(self._page_of), "a page hangs on two blocks"

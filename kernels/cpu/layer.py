@@ -144,7 +144,7 @@ class PackedLayer:
         self.c_layer.experts = experts.address
 
     def set_recurrent(self, recurrent: PackedRecurrent) -> None:
-        """Let a recurrent layer mix the tokens, besides the layer's own attention if it has heads."""
+        """Let a recurrent layer mix the tokens, in addition to the layer's own attention if it has heads."""
         assert not self.has_attention or "attention_output_norm" not in self._norms, "both would be normalized apart"
         self.recurrent = recurrent
         self.c_layer.recurrent = recurrent.address

@@ -89,7 +89,7 @@ def test_a_match_ends_where_the_pages_within_reach_are_cached() -> None:
     assert ask(engine, "again", prompt) == 39
     assert ask(engine, "longer", [*prompt, 41, 42]) == 40
     (window,) = engine.block_manager.windows
-    for block_id in list(window._page_of)[:5]:  # pages that the prefill has left behind are the first to go
+    for block_id in list(window._page_of)[:5]:  # pages beyond reach are evicted first
         window.detach(block_id)
     assert ask(engine, "at the end", prompt) == 39
     assert ask(engine, "in between", [*prompt[:18], *range(50, 60)]) == 0  # its pages are lost

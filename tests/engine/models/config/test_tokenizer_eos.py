@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from engine.errors import ModelLoadError
 from engine.llm import LLM
-from engine.models.config.model_config import GenerationDefaults
+from engine.models.config.generation_defaults import GenerationDefaults
 from engine.models.config.tokenizer_eos import tokenizer_eos_id
 from tests.engine.checkpoints import save_tokenizer
 from tests.engine.conftest import SavedModel

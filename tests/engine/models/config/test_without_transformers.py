@@ -18,7 +18,8 @@ from transformers import CONFIG_MAPPING
 
 from engine.errors import ModelLoadError
 from engine.models.config.families import ARCHITECTURES
-from engine.models.config.model_config import GenerationDefaults, ModelConfig, load_hf_config
+from engine.models.config.generation_defaults import GenerationDefaults
+from engine.models.config.model_config import ModelConfig, load_hf_config
 from engine.models.config.transformers_defaults import FAMILIES
 from engine.models.config.without_transformers import plain_config
 from engine.models.decoder.rope import rope_tables

@@ -15,8 +15,9 @@ from deployments.config import AppConfig
 from engine.errors import ConfigError, ModelLoadError
 from engine.models.config.architectures import PROVEN
 from engine.models.config.families import ARCHITECTURES
+from engine.models.config.generation_defaults import GenerationDefaults
 from engine.models.config.implementation import read_shape
-from engine.models.config.model_config import GenerationDefaults, ModelConfig, load_hf_config
+from engine.models.config.model_config import ModelConfig, load_hf_config
 from engine.models.config.shape import attends_causally
 from engine.models.config.text_parts import MULTIMODAL, TEXT_ARCHITECTURES
 from engine.models.config.transformers_config import TransformersConfig
