@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import re
 import socket
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from ipaddress import ip_address
@@ -112,8 +114,27 @@ def process_name(process: psutil.Process) -> str:
     return Path(parts[1] if is_python else parts[0]).name
 
 
-def differences(present: Sequence[Listener], entries: Sequence[Entry]) -> list[str]:
-    """Return what is present but undocumented, or documented but absent. An entry is one socket of a process."""
+def taken_ports(ray_dir: Path, entries: Iterable[Entry]) -> set[int]:
+    """Return the fixed ports that programs of Ray say they did not get: another cluster on the machine had them.
+
+    Whether it still has them says nothing: these programs only try when they start, and then do without.
+    """
+    logs = [log.read_text() for log in (ray_dir / "ray").glob("session_2*/logs/*.log")]
+    failed = [log for log in logs if f"[Errno {errno.EADDRINUSE}]" in log]
+    ports = {int(entry.socket) for entry in entries if entry.socket.isdigit()}
+    return {port for port in ports if any(re.search(rf"port #?{port}\b", log) for log in failed)}
+
+
+def differences(
+    present: Sequence[Listener], entries: Sequence[Entry], taken: Collection[int] = frozenset()
+) -> list[str]:
+    """Return what is present but undocumented, or documented but absent. An entry is one socket of a process.
+
+    Args:
+        present: what the server listens on.
+        entries: what is documented.
+        taken: fixed ports that the server may lack.
+    """
     per_process = Counter(entries)
     number: Counter[tuple[Entry, int]] = Counter()
     wrong = []
@@ -124,26 +145,14 @@ def differences(present: Sequence[Listener], entries: Sequence[Entry]) -> list[s
             wrong.append(f"undocumented: {listener}")
     names = {listener.pid: listener.process for listener in present}
     for entry, expected in per_process.items():
+        may_lack = entry.socket.isdigit() and int(entry.socket) in taken
         pids = [pid for pid, name in names.items() if fnmatchcase(name, entry.process)]
-        if not pids and entry.process not in NOT_ALWAYS_THERE and not _is_taken(entry):
+        if not pids and entry.process not in NOT_ALWAYS_THERE and not may_lack:
             wrong.append(f"documented, but absent: {entry}")
         for pid in pids:
-            if number[entry, pid] != expected and (number[entry, pid] or not _is_taken(entry)):
+            if number[entry, pid] != expected and (number[entry, pid] or not may_lack):
                 wrong.append(f"{number[entry, pid]} sockets instead of {expected} of process {pid}: {entry}")
     return wrong
-
-
-def _is_taken(entry: Entry) -> bool:
-    """Whether the port of an entry is taken by another program, so that the server does without."""
-    if not entry.socket.isdigit():
-        return False
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((entry.address, int(entry.socket)))
-        except OSError:
-            return True
-    return False
 
 
 def _address(text: str) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import grpc
 import httpx
 import pytest
 
-from tests.e2e.listeners import FILE, Entry, Listener, differences, documented, listeners
+from tests.e2e.listeners import FILE, Entry, Listener, differences, documented, listeners, taken_ports
 from tests.e2e.server import Server
 from tests.waiting import HANG_S, until
 
@@ -18,7 +20,7 @@ def _check_listeners(server: Server, host: str) -> None:
     entries = documented(server.port, host, server.ray_dir)
 
     def wrong() -> list[str]:
-        return differences(listeners(server.processes()), entries)
+        return differences(listeners(server.processes()), entries, taken_ports(server.ray_dir, entries))
 
     until(lambda: not wrong(), "the server listens as documented", pause_s=1.0, details=wrong)
 
@@ -79,3 +81,19 @@ def test_differences_are_found() -> None:
     ]:
         (line,) = differences(present, entries)
         assert problem in line
+
+
+def test_a_fixed_port_is_absent_only_if_a_log_says_that_it_was_taken(tmp_path: Path) -> None:
+    entries = [Entry("monitor.py", "44217", "127.0.0.1"), Entry("raylet", "random", "127.0.0.1")]
+    present = [Listener("raylet", 40001, "127.0.0.1", 1)]
+    assert len(differences(present, entries)) == 1
+    logs = tmp_path / "ray/session_2026-01-01/logs"
+    logs.mkdir(parents=True)
+    (logs / "monitor.log").write_text("Starting autoscaler metrics server on port 44217\n")
+    (logs / "dashboard.log").write_text("OSError: [Errno 98] Address already in use\n")
+    assert taken_ports(tmp_path, entries) == set()
+    with (logs / "monitor.log").open("a") as log:
+        log.write("OSError: [Errno 98] Address already in use\n")
+    assert taken_ports(tmp_path, entries) == {44217}
+    assert differences(present, entries, {44217}) == []
+    assert len(differences(present[:0], entries, {44217})) == 1
