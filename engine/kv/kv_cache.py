@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.kv.layer_cache import KeyValue, LayerCache, State, windows_of
+from engine.kv.layer_cache import KeyValue, LayerCache, SharedWith, State, windows_of
 from engine.kv.page_memory import PageMemory
 from engine.kv.pool_sizes import PoolSizes
 from kernels.cpu.prefaulter import Prefaulter
@@ -42,7 +42,7 @@ class KVCache:
 
     Attributes:
         layers: each declaration's tensors: (keys, values), ``[num_pages, block_size, heads, key_dim or value_dim]``,
-            or the states, ``[num_slots, *shape]``.
+            or the states, ``[num_slots, *shape]``; of a SharedWith those of the declaration that it names.
         blocks: pages of the layers that attend to everything.
         windows: pages of the layers with each window, ascending.
         slots: states.
@@ -75,14 +75,15 @@ class KVCache:
         }
         states = [shape for layer in layers if isinstance(layer, State) for shape in layer.shapes]
         self.slots = pages("state slot", states, sizes.num_slots, dtype=torch.float32)
-        self.layers = list(self._tensors(layers))
+        own = list(self._tensors(layers))
+        self.layers = [own[layer.index if isinstance(layer, SharedWith) else i] for i, layer in enumerate(layers)]
         self._prefaulter = None
         if num_blocks_ahead and self.blocks.parts:
             self._prefaulter = Prefaulter(self.blocks.parts, num_blocks_ahead)
             self._prefaulter.use(0)
 
     def _tensors(self, layers: Sequence[LayerCache]) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Yield the tensors of each declaration: the parts of the pools, in the order of their shapes."""
+        """Yield each declaration's own tensors: the parts of the pools, in the order of their shapes."""
         parts: dict[int | None, Iterator[torch.Tensor]] = {None: iter(self.blocks.parts)}
         parts |= {window: iter(pool.parts) for window, pool in self.windows.items()}
         slots = iter(self.slots.parts)
@@ -90,7 +91,7 @@ class KVCache:
             if isinstance(layer, KeyValue):
                 yield next(parts[layer.window]), next(parts[layer.window])
             else:
-                yield tuple(islice(slots, len(layer.shapes)))
+                yield tuple(islice(slots, len(layer.shapes) if isinstance(layer, State) else 0))
 
     @property
     def pools(self) -> list[PageMemory]:

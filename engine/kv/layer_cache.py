@@ -1,7 +1,8 @@
-"""KeyValue and State: what a layer of a model caches. Models declare it; pools, copies and sizes follow from it.
+"""KeyValue, State and SharedWith: what a layer of a model caches. Models declare it; pools, copies and sizes follow.
 
 A declaration is of one tensor-parallel rank's share of a layer. It knows neither the model nor the dtype, and needs no
-torch. A layer of attention declares a KeyValue, a recurrent one a State; one with both declares two.
+torch. A layer of attention declares a KeyValue, a recurrent one a State; one with both declares two. An attention layer
+that reads the keys and values of an earlier layer declares a SharedWith.
 """
 
 from __future__ import annotations
@@ -10,7 +11,16 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-__all__ = ["KeyValue", "LayerCache", "State", "bytes_per_state", "bytes_per_token", "windows_of", "without_windows"]
+__all__ = [
+    "KeyValue",
+    "LayerCache",
+    "SharedWith",
+    "State",
+    "bytes_per_state",
+    "bytes_per_token",
+    "windows_of",
+    "without_windows",
+]
 
 _STATE_ELEMENT_SIZE = 4
 
@@ -52,7 +62,18 @@ class State:
         return sum(map(math.prod, self.shapes))
 
 
-LayerCache = KeyValue | State
+@dataclass(frozen=True, slots=True)
+class SharedWith:
+    """Nothing of its own: the layer reads what an earlier one caches (Gemma 3n and 4).
+
+    Attributes:
+        index: of that layer's declaration, which comes before this one and is not a SharedWith itself.
+    """
+
+    index: int
+
+
+LayerCache = KeyValue | State | SharedWith
 
 
 def windows_of(layers: Iterable[LayerCache]) -> tuple[int, ...]:

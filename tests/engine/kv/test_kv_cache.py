@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine.errors import ConfigError, KVCacheError
 from engine.kv.kv_cache import KVCache
-from engine.kv.layer_cache import KeyValue, State
+from engine.kv.layer_cache import KeyValue, LayerCache, SharedWith, State
 from engine.kv.pool_sizes import PageSizes, PoolSizes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -243,6 +243,26 @@ def test_windows_and_states_have_pools_of_their_own() -> None:
     assert cache.layers[1][0][1].unique().tolist() == [1.0]
     assert cache.layers[3][0][1].unique().tolist() == [2.0]
     assert cache.layers[1][1].unique().tolist() == [0.0]
+
+
+def test_layers_that_share_have_the_tensors_of_others() -> None:
+    """As in Gemma 4: two sizes of heads, and the last layers read those of the last earlier one of their type."""
+    own: list[LayerCache] = [
+        KeyValue(heads=2, key_dim=4, value_dim=4, window=8),
+        KeyValue(heads=1, key_dim=8, value_dim=6),
+        KeyValue(heads=2, key_dim=4, value_dim=4, window=8),
+    ]
+    layers, sizes = [*own, SharedWith(2), SharedWith(1)], PoolSizes(BLOCKS, num_window_pages=(3,))
+    cache = KVCache(layers, sizes, block_size=2, dtype=torch.float32, device=CPU)
+    assert cache.num_bytes == PageSizes.of(layers, 2, 4).num_bytes(sizes) == PageSizes.of(own, 2, 4).num_bytes(sizes)
+    assert [[tuple(part.shape) for part in layer] for layer in cache.layers[3:]] == [
+        [(3, 2, 2, 4)] * 2,
+        [(BLOCKS, 2, 1, 8), (BLOCKS, 2, 1, 6)],
+    ]
+    for index, (keys, values) in enumerate(cache.layers[:3]):
+        keys.fill_(index)
+        values.fill_(-index)
+    assert [[part.unique().tolist() for part in layer] for layer in cache.layers[3:]] == [[[2], [-2]], [[1], [-1]]]
 
 
 def test_a_model_without_full_attention_has_blocks_that_take_no_memory() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.kv.layer_cache import KeyValue, State, bytes_per_state, bytes_per_token
+from engine.kv.layer_cache import KeyValue, SharedWith, State, bytes_per_state, bytes_per_token, windows_of, without_windows
 
 
 def test_keys_and_values_count_for_every_head_of_every_layer() -> None:
@@ -15,3 +15,12 @@ def test_states_take_memory_for_each_sequence_and_none_for_a_token() -> None:
     layers = [KeyValue(heads=2, key_dim=8, value_dim=8), State(((4, 3), (2, 8, 8))), State(((5,),))]
     assert bytes_per_token(layers, element_size=2) == 2 * 32
     assert bytes_per_state(layers) == 4 * (12 + 128 + 5)
+
+
+def test_a_layer_that_shares_takes_no_memory_whatever_it_shares() -> None:
+    own = [KeyValue(2, 8, 8, window=4), KeyValue(1, 16, 16), State(((4, 3),))]
+    layers = [*own, SharedWith(0), SharedWith(1)]
+    assert windows_of(layers) == windows_of(own) == (4,)
+    assert [bytes_per_token(layers, 2, window) for window in (None, 4)] == [2 * 32, 2 * 32]
+    assert bytes_per_state(layers) == bytes_per_state(own)
+    assert without_windows(layers) == (KeyValue(2, 8, 8), *layers[1:])

@@ -71,7 +71,10 @@ def test_too_little_memory_for_one_sequence_gives_no_block() -> None:
 @settings(max_examples=200, deadline=None)
 @given(
     layers=st.lists(
-        st.sampled_from([FULL, WINDOW, STATE, KeyValue(1, 4, 4, window=100), KeyValue(1, 4, 4, window=7)]), min_size=1
+        st.sampled_from(
+            [FULL, WINDOW, STATE, KeyValue(1, 16, 4), KeyValue(1, 4, 4, window=100), KeyValue(1, 4, 4, window=7)]
+        ),
+        min_size=1,
     ),
     memory=st.integers(0, 10**6),
     num_tokens=st.integers(1, 500),
