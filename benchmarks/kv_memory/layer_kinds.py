@@ -101,7 +101,7 @@ def _least_bytes(layers: Sequence[LayerCache], context: int) -> int:
     for layer in layers:
         if isinstance(layer, KeyValue):
             num_bytes += min(context, layer.window or context) * layer.elements_per_token * ELEMENT_SIZE
-        else:
+        elif isinstance(layer, State):
             num_bytes += layer.elements * 4
     return num_bytes
 

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from engine.kv.layer_cache import KeyValue, SharedWith, State, bytes_per_state, bytes_per_token, windows_of, without_windows
+from engine.kv.layer_cache import (
+    KeyValue,
+    SharedWith,
+    State,
+    bytes_per_state,
+    bytes_per_token,
+    windows_of,
+    without_windows,
+)
 
 
 def test_keys_and_values_count_for_every_head_of_every_layer() -> None:
