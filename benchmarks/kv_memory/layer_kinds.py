@@ -1,4 +1,4 @@
-"""How many tokens fit where layers cache different things: sliding windows, and states of recurrent layers.
+"""How many tokens fit where layers cache different things: sliding windows, latents, and states of recurrent layers.
 
     python -m benchmarks.kv_memory.layer_kinds --out benchmarks/results/layer_kinds.json
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.result_file import write_result
 from engine.kv.block_manager import BlockManager
 from engine.kv.growth import Growth
-from engine.kv.layer_cache import KeyValue, LayerCache, State, without_windows
+from engine.kv.layer_cache import KeyValue, Latent, LayerCache, State, TokenCache, without_windows
 from engine.kv.pool_sizes import PageSizes, PoolSizes
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
@@ -26,7 +26,12 @@ from engine.sequence import SequenceGroup
 BLOCK_SIZE, STEP_TOKENS, ELEMENT_SIZE = 16, 2048, 2
 CONTEXTS = (1024, 8192, 65_536)
 MAX_NUM_SEQS = 4096
-MEMORY = {"gemma3-27b": 64 * 2**30, "gpt-oss-20b": 32 * 2**30, "qwen3.5-9b": 64 * 2**30}
+MEMORY = {
+    "gemma3-27b": 64 * 2**30,
+    "gpt-oss-20b": 32 * 2**30,
+    "qwen3.5-9b": 64 * 2**30,
+    "deepseek-v3": 32 * 2**30,
+}
 
 
 def gemma3_27b() -> list[LayerCache]:
@@ -45,7 +50,12 @@ def qwen3_5_9b() -> list[LayerCache]:
     return [KeyValue(4, 256, 256) if (layer + 1) % 4 == 0 else state for layer in range(32)]
 
 
-SHAPES = {"gemma3-27b": gemma3_27b, "gpt-oss-20b": gpt_oss_20b, "qwen3.5-9b": qwen3_5_9b}
+def deepseek_v3() -> list[LayerCache]:
+    """61 layers of latent attention."""
+    return [Latent(512, 64)] * 61
+
+
+SHAPES = {"gemma3-27b": gemma3_27b, "gpt-oss-20b": gpt_oss_20b, "qwen3.5-9b": qwen3_5_9b, "deepseek-v3": deepseek_v3}
 
 
 @dataclass(frozen=True)
@@ -99,7 +109,7 @@ def _least_bytes(layers: Sequence[LayerCache], context: int) -> int:
     """Return what a sequence must keep: every token within each layer's reach, and one state."""
     num_bytes = 0
     for layer in layers:
-        if isinstance(layer, KeyValue):
+        if isinstance(layer, TokenCache):
             num_bytes += min(context, layer.window or context) * layer.elements_per_token * ELEMENT_SIZE
         elif isinstance(layer, State):
             num_bytes += layer.elements * 4

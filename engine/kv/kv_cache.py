@@ -2,7 +2,7 @@
 
 Each layer declares what it caches (layer_cache.py). Layers whose pages live equally long share a pool:
 
-    blocks    the keys and values of ``block_size`` tokens, in the layers that attend to everything
+    blocks    the keys and values of ``block_size`` tokens, or their latents, in the layers that attend to everything
     windows   the same of the layers with one sliding window: a pool for each window
     slots     the states of one sequence, in the recurrent layers
 
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.kv.layer_cache import KeyValue, LayerCache, SharedWith, State, windows_of
+from engine.kv.layer_cache import LayerCache, SharedWith, State, TokenCache, windows_of
 from engine.kv.page_memory import PageMemory
 from engine.kv.pool_sizes import PoolSizes
 from kernels.cpu.prefaulter import Prefaulter
@@ -36,13 +36,14 @@ class KVCache:
         layers: what each layer caches.
         sizes: the number of pages of each pool.
         block_size: tokens per block, and per page of a window.
-        dtype: dtype of keys and values; states are float32.
+        dtype: dtype of keys, values and latents; states are float32.
         device: device on which kernels read them.
         num_blocks_ahead: blocks to prefault before they are used; only with CPU kernels.
 
     Attributes:
         layers: each declaration's tensors: (keys, values), ``[num_pages, block_size, heads, key_dim or value_dim]``,
-            or the states, ``[num_slots, *shape]``; of a SharedWith those of the declaration that it names.
+            (latents,), ``[num_pages, block_size, rank + rope_dim]``, or the states, ``[num_slots, *shape]``; of a
+            SharedWith those of the declaration that it names.
         blocks: pages of the layers that attend to everything.
         windows: pages of the layers with each window, ascending.
         slots: states.
@@ -88,8 +89,8 @@ class KVCache:
         parts |= {window: iter(pool.parts) for window, pool in self.windows.items()}
         slots = iter(self.slots.parts)
         for layer in layers:
-            if isinstance(layer, KeyValue):
-                yield next(parts[layer.window]), next(parts[layer.window])
+            if isinstance(layer, TokenCache):
+                yield tuple(islice(parts[layer.window], len(layer.token_shapes)))
             else:
                 yield tuple(islice(slots, len(layer.shapes) if isinstance(layer, State) else 0))
 
@@ -115,10 +116,10 @@ class KVCache:
 
 
 def _shapes(layers: Sequence[LayerCache], window: int | None, block_size: int) -> list[tuple[int, ...]]:
-    """Return the shapes of the keys and values of a page, in the layers with this window."""
+    """Return the shapes of what a page holds, in the layers with this window."""
     return [
-        (block_size, layer.heads, dim)
+        (block_size, *shape)
         for layer in layers
-        if isinstance(layer, KeyValue) and layer.window == window
-        for dim in (layer.key_dim, layer.value_dim)
+        if isinstance(layer, TokenCache) and layer.window == window
+        for shape in layer.token_shapes
     ]

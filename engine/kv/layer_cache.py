@@ -1,8 +1,8 @@
-"""KeyValue, State and SharedWith: what a layer of a model caches. Models declare it; pools, copies and sizes follow.
+"""KeyValue, Latent, State and SharedWith: what a layer of a model caches. Models declare it; pools and sizes follow.
 
 A declaration is of one tensor-parallel rank's share of a layer. It knows neither the model nor the dtype, and needs no
-torch. A layer of attention declares a KeyValue, a recurrent one a State; one with both declares two. An attention layer
-that reads the keys and values of an earlier layer declares a SharedWith.
+torch. A layer of attention declares a KeyValue or a Latent, a recurrent one a State; one with both declares two. An
+attention layer that reads the keys and values of an earlier layer declares a SharedWith.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from dataclasses import dataclass, replace
 
 __all__ = [
     "KeyValue",
+    "Latent",
     "LayerCache",
     "SharedWith",
     "State",
+    "TokenCache",
     "bytes_per_state",
     "bytes_per_token",
     "windows_of",
@@ -39,9 +41,44 @@ class KeyValue:
     window: int | None = None
 
     @property
+    def token_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of a token's key and value."""
+        return (self.heads, self.key_dim), (self.heads, self.value_dim)
+
+    @property
     def elements_per_token(self) -> int:
         """Numbers that one token takes."""
         return self.heads * (self.key_dim + self.value_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """One vector for each token, from which the keys and values of all heads are computed (DeepSeek-V2, 2024).
+
+    Every tensor-parallel rank keeps the same vectors.
+
+    Attributes:
+        rank: numbers of the latent, normalized.
+        rope_dim: numbers of the key that all heads share, rotated; they follow the latent.
+    """
+
+    rank: int
+    rope_dim: int
+
+    @property
+    def window(self) -> None:
+        """None: all tokens are kept."""
+        return None
+
+    @property
+    def token_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shape of a token's vector."""
+        return ((self.rank + self.rope_dim,),)
+
+    @property
+    def elements_per_token(self) -> int:
+        """Numbers that one token takes."""
+        return self.rank + self.rope_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +110,8 @@ class SharedWith:
     index: int
 
 
-LayerCache = KeyValue | State | SharedWith
+TokenCache = KeyValue | Latent  # kept for each token, in pages
+LayerCache = TokenCache | State | SharedWith
 
 
 def windows_of(layers: Iterable[LayerCache]) -> tuple[int, ...]:
@@ -95,7 +133,7 @@ def bytes_per_token(layers: Iterable[LayerCache], element_size: int, window: int
         window: None: the layers that attend to everything.
     """
     return element_size * sum(
-        layer.elements_per_token for layer in layers if isinstance(layer, KeyValue) and layer.window == window
+        layer.elements_per_token for layer in layers if isinstance(layer, TokenCache) and layer.window == window
     )
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine.errors import ConfigError, KVCacheError
 from engine.kv.kv_cache import KVCache
-from engine.kv.layer_cache import KeyValue, LayerCache, SharedWith, State
+from engine.kv.layer_cache import KeyValue, Latent, LayerCache, SharedWith, State, TokenCache
 from engine.kv.pool_sizes import PageSizes, PoolSizes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -25,6 +25,8 @@ DECLARATIONS = [  # whose blocks are copied as integers of each width
     [KeyValue(heads=2, key_dim=8, value_dim=8)] * 2,
     [KeyValue(heads=2, key_dim=8, value_dim=4)] * 3,
     [KeyValue(heads=1, key_dim=3, value_dim=2), KeyValue(heads=2, key_dim=2, value_dim=3)],
+    [Latent(rank=5, rope_dim=2)] * 3,
+    [Latent(rank=6, rope_dim=2), KeyValue(heads=2, key_dim=4, value_dim=4), Latent(rank=6, rope_dim=2)],
 ]
 
 
@@ -37,7 +39,7 @@ def make_cache(
     dtype: torch.dtype = torch.float32,
     *,
     block_size: int = 2,
-    layers: Sequence[KeyValue] = (KeyValue(heads=2, key_dim=3, value_dim=3),) * LAYERS,
+    layers: Sequence[TokenCache] = (KeyValue(heads=2, key_dim=3, value_dim=3),) * LAYERS,
     host: int = 0,
     device: str = "cpu",
 ) -> KVCache:
@@ -46,7 +48,7 @@ def make_cache(
 
 
 class ReferenceCache:
-    """Two dictionaries, block -> the bits of each layer's keys and values, and nothing clever."""
+    """Two dictionaries, block -> the bits of what each layer caches, and nothing clever."""
 
     def __init__(self, cache: KVCache, seed: int) -> None:
         self.cache = cache
@@ -60,13 +62,13 @@ class ReferenceCache:
 
     def write(self, block_id: int) -> None:
         """Store random bits through the layers' views, as attention does; every third is a NaN with a payload."""
-        for key, value in self.cache.layers:
-            for tensor in (bits(key), bits(value)):
-                top = torch.iinfo(tensor.dtype)
-                random = torch.randint(top.min, top.max, tensor[block_id].shape, generator=self.generator)
-                tensor[block_id] = random.to(tensor.dtype)
-                infinity = torch.full((), float("inf"), dtype=key.dtype)
-                tensor[block_id].view(-1)[::3] = bits(infinity) | 5
+        for part in (part for layer in self.cache.layers for part in layer):
+            tensor = bits(part)
+            top = torch.iinfo(tensor.dtype)
+            random = torch.randint(top.min, top.max, tensor[block_id].shape, generator=self.generator)
+            tensor[block_id] = random.to(tensor.dtype)
+            infinity = torch.full((), float("inf"), dtype=part.dtype)
+            tensor[block_id].view(-1)[::3] = bits(infinity) | 5
         self.device[block_id] = [
             tuple(bits(part)[block_id].to("cpu", copy=True) for part in layer) for layer in self.cache.layers
         ]
@@ -83,9 +85,9 @@ class ReferenceCache:
     def check(self) -> None:
         """Compare every block of the device pool; the host pool shows itself when it is swapped in."""
         for block_id, expected in self.device.items():
-            for layer, (key, value) in enumerate(self.cache.layers):
-                assert torch.equal(bits(key)[block_id].cpu(), expected[layer][0])
-                assert torch.equal(bits(value)[block_id].cpu(), expected[layer][1])
+            for layer, expected_parts in zip(self.cache.layers, expected, strict=True):
+                for part, expected_bits in zip(layer, expected_parts, strict=True):
+                    assert torch.equal(bits(part)[block_id].cpu(), expected_bits)
 
 
 def pairs_between(sources: int, targets: int) -> st.SearchStrategy[Pairs]:
@@ -114,7 +116,7 @@ def test_random_copies_and_swaps_preserve_content(
     device: str,
     dtype: torch.dtype,
     block_size: int,
-    layers: list[KeyValue],
+    layers: list[TokenCache],
     operations: list[tuple[str, int | Pairs]],
     seed: int,
 ) -> None:
@@ -161,14 +163,24 @@ def test_layers_have_the_shapes_that_they_declare() -> None:
     assert all(part.is_contiguous() and part.shape[:2] == (BLOCKS, 2) for layer in cache.layers for part in layer)
 
 
+def test_a_layer_with_latents_has_one_tensor_of_them() -> None:
+    cache = make_cache(layers=[Latent(rank=6, rope_dim=2), KeyValue(heads=1, key_dim=3, value_dim=3)])
+    assert [[tuple(part.shape) for part in layer] for layer in cache.layers] == [
+        [(BLOCKS, 2, 8)],
+        [(BLOCKS, 2, 1, 3)] * 2,
+    ]
+    assert cache.layers[0][0].is_contiguous()
+
+
 @pytest.mark.parametrize(
     ("layers", "elements_per_token"),
     [
         ([KeyValue(heads=2, key_dim=3, value_dim=3)] * LAYERS, LAYERS * 2 * 2 * 3),
         ([KeyValue(heads=2, key_dim=4, value_dim=3), KeyValue(heads=1, key_dim=3, value_dim=6)], 2 * 7 + 9),
+        ([Latent(rank=6, rope_dim=3), KeyValue(heads=2, key_dim=4, value_dim=3)], 9 + 2 * 7),
     ],
 )
-def test_sizes_say_what_the_tensors_take(layers: list[KeyValue], elements_per_token: int) -> None:
+def test_sizes_say_what_the_tensors_take(layers: list[TokenCache], elements_per_token: int) -> None:
     cache = make_cache(torch.bfloat16, layers=layers, host=4)
     assert cache.blocks.bytes_per_page == elements_per_token * 2 * 2
     assert cache.num_bytes == sum(tensor.nbytes for layer in cache.layers for tensor in layer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from engine.kv.layer_cache import (
     KeyValue,
+    Latent,
     SharedWith,
     State,
     bytes_per_state,
@@ -17,6 +18,14 @@ def test_keys_and_values_count_for_every_head_of_every_layer() -> None:
     layers = [KeyValue(heads=2, key_dim=192, value_dim=128), KeyValue(heads=8, key_dim=64, value_dim=64)]
     assert [layer.elements_per_token for layer in layers] == [640, 1024]
     assert bytes_per_token(layers, element_size=2) == 2 * (640 + 1024)
+
+
+def test_a_latent_counts_once_for_all_heads() -> None:
+    layers = [Latent(rank=512, rope_dim=64)] * 61  # DeepSeek-V3
+    assert bytes_per_token(layers, element_size=2) == 61 * 576 * 2
+    assert bytes_per_token(layers, element_size=2, window=128) == 0
+    assert windows_of(layers) == ()
+    assert without_windows(layers) == tuple(layers)
 
 
 def test_states_take_memory_for_each_sequence_and_none_for_a_token() -> None:

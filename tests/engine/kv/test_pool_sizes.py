@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.kv.layer_cache import KeyValue, LayerCache, State
+from engine.kv.layer_cache import KeyValue, Latent, LayerCache, State
 from engine.kv.pool_sizes import PageSizes, PoolSizes, pages_in_reach, smallest, snapshots_left
 
 FULL, WINDOW, STATE = KeyValue(2, 8, 8), KeyValue(2, 8, 8, window=32), State(((4, 4), (16,)))
@@ -72,7 +72,14 @@ def test_too_little_memory_for_one_sequence_gives_no_block() -> None:
 @given(
     layers=st.lists(
         st.sampled_from(
-            [FULL, WINDOW, STATE, KeyValue(1, 16, 4), KeyValue(1, 4, 4, window=100), KeyValue(1, 4, 4, window=7)]
+            [
+                FULL,
+                WINDOW,
+                STATE,
+                Latent(24, 8),
+                KeyValue(1, 16, 4),
+                *(KeyValue(1, 4, 4, window) for window in (7, 100)),
+            ]
         ),
         min_size=1,
     ),
