@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
 from engine.models.config.architectures import ALIASES, PROVEN, TENSOR_PARALLEL
 from engine.models.config.families import ARCHITECTURES
 from engine.models.config.refused import REFUSED, REFUSED_TEXT_PARTS
 from engine.models.config.text_parts import TEXT_ARCHITECTURES
 from tests.engine.models.config.test_refused_checkpoints import PUBLISHED as REFUSED_CHECKPOINTS
+from tests.engine.models.gguf.converted import ARCHITECTURES as GGUF_MODELS
 from tests.engine.models.multimodal.tiny_checkpoints import TINY
 
 # Of models of text, by the architecture in their config.json.
@@ -58,7 +61,7 @@ def by_name() -> str:
     for name, (architecture, _, fields, _) in REFUSED_CHECKPOINTS.items():
         part = TEXT_ARCHITECTURES.get(fields.get("text_config", {}).get("model_type"), architecture)
         refused.setdefault(REFUSED[REFUSED_TEXT_PARTS.get(architecture, part)], []).append(name)
-    rows += [f"| {', '.join(names)} | refused: {reason} | |" for reason, names in refused.items()]
+    rows += [f"| {', '.join(names)} | refused: {reason} | | |" for reason, names in refused.items()]
     return "\n".join(rows)
 
 
@@ -68,4 +71,6 @@ def _served(names: str, architecture: str, *, is_part: bool = False) -> str:
     by = "our own decoder" if is_own else "transformers' modules"
     what = f"its text part as `{architecture}`" if is_part else f"`{architecture}`"
     ranks = "yes" if is_own or architecture in TENSOR_PARALLEL else "no"
-    return f"| {names} | {what}, by {by} | {ranks} |"
+    in_gguf = {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind] for _, kind, _ in GGUF_MODELS.values()}
+    formats = "safetensors, GGUF" if architecture in in_gguf else "safetensors"
+    return f"| {names} | {what}, by {by} | {formats} | {ranks} |"

@@ -46,12 +46,13 @@ This page is written by `python -m tests.engine.models.adapter.models_page`, and
 
 ## Checkpoints by name
 
-Names that people search for; other checkpoints of the same architecture are served alike, whatever the format of their
-weights. The names are examples: no checkpoint of real size was loaded, only tiny ones with the same fields, names and
-formats.
+Names that people search for; other checkpoints of the same architecture are served alike. Their weights may be in any
+of the [formats](#weight-formats) that safetensors files have (`-FP8`, `-NVFP4`, `-AWQ`, `-GPTQ-Int4`, `-bnb-4bit`,
+`-MLX-4bit` and others); the third column says where [GGUF files](#gguf-files) are read too. The names are examples: no
+checkpoint of real size was loaded, only tiny ones with the same fields, names and formats.
 
-| checkpoints | computed as | tensor parallelism |
-| --- | --- | --- |
+| checkpoints | computed as | files | tensor parallelism |
+| --- | --- | --- | --- |
 {by_name}
 
 ## Our own decoder
