@@ -185,9 +185,6 @@ class ModelShard:
     def warm_up_batches(self) -> list[tuple[int, int]]:
         """Return the batches of one sequence, as (query_len, seq_len), after which no step compiles a kernel."""
         limits = StepLimits(
-            num_heads=self.model.attention.num_heads,
-            num_kv_heads=self.model.attention.num_kv_heads,
-            head_dim=self.model.attention.head_dim,
             dtype=self.dtype,
             device=self.device,
             sliding_windows=self.model.attention.sliding_windows,

@@ -67,15 +67,14 @@ class AttentionInputs:
 class StepLimits:
     """What an engine can ask a backend to compute: one rank's attention layers, and the longest sequences.
 
+    A step of a warm-up computes every layer, so the sizes of heads need no mention.
+
     Attributes:
         sliding_windows: of all layers, in tokens; None: no window.
         max_query_len: tokens of one sequence that a step computes at most.
         max_seq_len: tokens of the longest context.
     """
 
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     dtype: torch.dtype
     device: torch.device
     sliding_windows: frozenset[int | None]

@@ -14,7 +14,7 @@ from kernels.cpu.library import library, require
 
 __all__ = ["is_supported", "paged_attention"]
 
-_LARGEST_HEAD_DIM = 256
+_LARGEST_HEAD_DIM = 512  # as in attention_item.h
 _DIMENSIONS_AT_A_TIME = 16
 _DTYPES = (torch.float32, torch.bfloat16)
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["BACKENDS", "BackendEntry"]
+__all__ = ["BACKENDS", "LARGEST_HEAD_DIM", "BackendEntry"]
+
+LARGEST_HEAD_DIM = 256  # that every backend computes
 
 HALF = ("bfloat16", "float16")
 ANY = ("float32", *HALF)
-_ALL = ("softcap", "sinks", "batch_invariant")
+_ALL = ("softcap", "sinks", "batch_invariant", "large_heads")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,8 @@ class BackendEntry:
         devices: types of devices, as torch names them.
         dtypes: of queries and cache, as torch names them.
         options: of AttentionInputs that it computes in addition to the sliding window: `softcap`, `sinks`; and
-            `batch_invariant`: what a sequence gets has the same bits whatever the rest of the batch.
+            `batch_invariant`: what a sequence gets has the same bits whatever the rest of the batch; and `large_heads`:
+            more than LARGEST_HEAD_DIM elements in a head, up to 512.
     """
 
     module: str

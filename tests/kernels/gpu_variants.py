@@ -52,7 +52,7 @@ def run_attention(
 ) -> None:
     """Launch what a warm-up launches in one layer: attention, and the cache write that other layer operations lack."""
     backend, num_heads = TritonBackend(), group_size * num_kv_heads
-    limits = StepLimits(num_heads, num_kv_heads, head_dim, dtype, CPU, frozenset([window]), max_query_len, max_seq_len)
+    limits = StepLimits(dtype, CPU, frozenset([window]), max_query_len, max_seq_len)
     cache = torch.zeros(1, block_size, num_kv_heads, head_dim, dtype=dtype)
     softcap = 50.0 if "softcap" in options else None
     sinks = torch.zeros(num_heads) if "sinks" in options else None
@@ -81,7 +81,7 @@ VARIANTS = {
     "attention": _Kernels(
         run_attention,
         {
-            "head_dim": (64, 80, 128, 256),
+            "head_dim": (64, 80, 128, 256, 512),
             "group_size": (1, 4, 8, 16),
             "options": (frozenset(), frozenset({"softcap"}), frozenset({"sinks"}), frozenset({"softcap", "sinks"})),
             "dtype": DTYPES,

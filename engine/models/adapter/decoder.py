@@ -217,8 +217,6 @@ class _Probe:
             raise ModelLoadError(f"{asked}its layers have an unexpected {' and '.join(sorted(options))}")
         return AttentionShape(
             num_heads=query[0],
-            num_kv_heads=key[0],
-            head_dim=key[1],
             sliding_windows=frozenset(call.sliding_window for call in self._calls),
         )
 

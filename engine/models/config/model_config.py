@@ -121,12 +121,7 @@ class ModelConfig(ModelShape):
     @property
     def attention(self) -> AttentionShape:
         """The attention layers."""
-        return AttentionShape(
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            sliding_windows=frozenset(self.sliding_windows),
-        )
+        return AttentionShape(num_heads=self.num_heads, sliding_windows=frozenset(self.sliding_windows))
 
     @property
     def layer_caches(self) -> tuple[LayerCache, ...]:

@@ -20,11 +20,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:
-    """The heads of the attention layers that one rank computes, which all layers have in common."""
+    """The attention layers that one rank computes, which may differ in the size of their heads.
+
+    Attributes:
+        num_heads: of queries, which all layers have in common.
+    """
 
     num_heads: int
-    num_kv_heads: int
-    head_dim: int
     sliding_windows: frozenset[int | None]  # of all layers, in tokens; None: the layer attends to everything
 
 

@@ -41,7 +41,7 @@ class _SplitPlan:
 
 
 class TritonBackend(AttentionBackend):
-    """Any head_dim up to 256, any number of query heads a KV head, any block size that is a power of two."""
+    """Any head_dim up to 512, any number of query heads a KV head, any block size that is a power of two."""
 
     name: ClassVar[str] = "triton"
     default_block_size: ClassVar[int] = 16

@@ -44,7 +44,7 @@ def run(batch: Batch, sliding_window: int | None = None) -> torch.Tensor:
     return paged_attention(batch.inputs(sliding_window))
 
 
-@each_pair(head_dim=[16, 32, 64, 80, 128, 256], group_size=[1, 2, 3, 4, 5, 8, 9], dtype=DTYPES)
+@each_pair(head_dim=[16, 32, 64, 80, 128, 256, 512], group_size=[1, 2, 3, 4, 5, 8, 9], dtype=DTYPES)
 def test_head_dims_and_groups(head_dim: int, group_size: int, dtype: torch.dtype) -> None:
     batch = make_batch(MIXED, Shape(2 * group_size, 2, head_dim, dtype=dtype))
     assert_matches(run(batch), batch.expected())
@@ -188,4 +188,5 @@ def test_unsupported_types_and_head_dims() -> None:
     assert is_supported(torch.bfloat16, 128)
     assert not is_supported(torch.float16, 128)
     assert not is_supported(torch.float32, 72)
-    assert not is_supported(torch.float32, 272)
+    assert is_supported(torch.float32, 512)
+    assert not is_supported(torch.float32, 528)

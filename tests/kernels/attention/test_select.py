@@ -149,6 +149,7 @@ def test_a_backend_that_lacks_an_option_of_the_model_is_not_chosen(monkeypatch: 
     softcap, sinks = frozenset({"softcap"}), frozenset({"sinks"})
     assert select_backend(CPU, FP32, options=softcap | sinks).name == "cpu"
     assert select_backend(CUDA, BF16, options=softcap).name == "flash_attn"
+    assert select_backend(CUDA, BF16, options=frozenset({"large_heads"})).name == "triton"
     assert select_backend(CUDA, BF16, options=sinks).name == "triton"
     with pytest.raises(ValueError, match="'flash_attn' .* compute sinks, .*; use auto or triton"):
         select_backend(CUDA, BF16, "flash_attn", softcap | sinks)

@@ -31,6 +31,7 @@ WIDE = {
     "width 128, groups of 16": Shape(num_heads=16, num_kv_heads=1, head_dim=128, dtype=torch.bfloat16),
     "width 256, groups of 4": Shape(num_heads=4, num_kv_heads=1, head_dim=256, dtype=torch.float16),
     "width 256, groups of 20": Shape(num_heads=20, num_kv_heads=1, head_dim=256),
+    "width 512, groups of 8": Shape(num_heads=8, num_kv_heads=1, head_dim=512, dtype=torch.bfloat16),
 }
 MANY_SPLITS = [(1, 2100)]
 UNEVEN_SPLITS = [(1, 600), (1, 1), (1, 65), PADDING, (1, 257)]

@@ -13,7 +13,7 @@ LAYERS = st.builds(
     LayerShape,
     group_size=st.integers(1, 20),
     num_kv_heads=st.integers(1, 40),
-    head_dim=st.integers(1, 256),
+    head_dim=st.integers(1, 512),
     element_size=st.sampled_from([2, 4]),
     sliding_window=st.none() | st.integers(1, 20000),
 )

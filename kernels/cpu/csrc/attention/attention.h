@@ -20,7 +20,7 @@ typedef struct {
     float softcap;            /* C of C * tanh(score / C), which replaces each score; 0: none */
 } pagoda_attention_call;
 
-/* Computes AttentionBackend.forward of kernels/attention/base.py; head_dim is a multiple of 16, at most 256. A sequence
+/* Computes AttentionBackend.forward of kernels/attention/base.py; head_dim is a multiple of 16, at most 512. A sequence
  * whose seq_lens is 0, or whose last token has no block, is padding: its output is zero. Several threads may call at
  * once. */
 void pagoda_attention(const pagoda_attention_call *call);

@@ -189,7 +189,7 @@ INLINE void attend_all(const int kind, attention_work *work, const attention_ite
 
 /* A row's sums, the total of its weights and its largest score, over some of its keys. */
 typedef struct {
-    f32x16 sums[256 / LANES], total;
+    f32x16 sums[LARGEST_HEAD_DIM / LANES], total;
     float largest;
 } row_state;
 

@@ -19,6 +19,7 @@ typedef struct {
 } attention_item;
 
 enum {
+    LARGEST_HEAD_DIM = 512,
     KEYS_PER_TILE = 64,
     MOST_ROWS = 256, /* of an item: its sums, 128 KiB at 128 dimensions, stay in L2 */
     MOST_ROWS_IN_PLACE = 8,
