@@ -4,81 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from deployments.routing import state as state_module
-from deployments.routing.cluster_view import ClusterView
-from deployments.routing.options import RoutingOptions
-from deployments.routing.policy import Decision
-from deployments.transport.request_channel.dispatch import Dispatch
-from engine.observability.load import EngineLoad
-from tests.deployments.routing.dispatches import dispatch_of, send
-
-IDLE = EngineLoad(0, 0, 0, 1_000, 1_000, 1_000.0, 0.03, 0)
-BLOCK_SIZE = 16
-DEFAULTS = RoutingOptions()
-
-
-class View(ClusterView):
-    """A view whose clock the test moves."""
-
-    def __init__(self, options: RoutingOptions = DEFAULTS) -> None:
-        super().__init__(options, clock=lambda: self.now)
-        self.now = 0.0
-        self.index, self.table = self.routing.index, self.routing.table
-
-    @property
-    def options(self) -> RoutingOptions:
-        return self.table.options
-
-
-def make_view(names: str = "abcd", *, reports: bool = True, now: float = 0.0) -> View:
-    """Return a view of replicas that are idle, empty and connected."""
-    view = View()
-    view.set_replicas({name: {} for name in names})
-    for name in names:
-        view.routing.replaced(name, [])
-        if reports:
-            view.routing.report(name, IDLE, now=now)
-    return view
-
-
-def queue(view: View, name: str, tokens: int, *, now: float = 0.0, waiting: int = 1) -> None:
-    view.routing.report(name, replace(IDLE, num_waiting=waiting, queued_prefill_tokens=tokens), now=now)
-
-
-def choose(
-    view: View, names: str, hashes: Sequence[int], num_tokens: int, *, now: float = 0.0, avoid: Sequence[str] = ()
-) -> Decision:
-    view.now = now
-    return view.choose(dispatch_of(hashes, num_tokens, avoid=avoid), list(names))
-
-
-def first(view: View, hashes: Sequence[int], names: str = "abcd", *, now: float = 0.0) -> str:
-    return choose(view, names, hashes, len(hashes) * BLOCK_SIZE, now=now).order[0]
-
-
-def dispatched(view: View, name: str, hashes: Sequence[int], num_tokens: int, *, now: float) -> Dispatch:
-    view.now = now
-    return send(view, name, hashes, num_tokens)
-
-
-def queued(view: View, now: float) -> tuple[int, int]:
-    view.now = now
-    return view.queued()
-
-
-def prompt(number: int, length: int = 8, shared: int = 0) -> list[int]:
-    """Return hashes of which the first ``shared`` are common to all prompts."""
-    return [*range(shared), *range(1_000 * (number + 1), 1_000 * (number + 1) + length - shared)]
-
-
-# --- cached prefixes ------------------------------------------------------------------------------------------
+from tests.deployments.routing.views import (
+    BLOCK_SIZE,
+    IDLE,
+    choose,
+    dispatched,
+    first,
+    make_view,
+    prompt,
+    queue,
+    queued,
+)
 
 
 def test_the_longest_prefix_wins() -> None:
@@ -300,8 +242,8 @@ def test_replicas_that_have_measured_no_rate_yet_are_compared_by_their_queues() 
 
 def test_one_queued_token_is_a_queue() -> None:
     view = make_view("a")
-    for queued in (replace(IDLE, queued_prefill_tokens=1), replace(IDLE, num_waiting=1)):
-        view.routing.report("a", replace(queued, num_steps=1), now=0.0)
+    for load in (replace(IDLE, queued_prefill_tokens=1), replace(IDLE, num_waiting=1)):
+        view.routing.report("a", replace(load, num_steps=1), now=0.0)
         assert view.table.is_busy("a", now=0.0, within_s=2.0)
         view.routing.report("a", replace(IDLE, num_steps=1), now=0.0)
         assert not view.table.is_busy("a", now=0.0, within_s=2.0)
@@ -323,107 +265,3 @@ def test_a_busy_replica_reports_steps_and_has_a_queue() -> None:
         view.routing.report("a", replace(busy, num_steps=39), now=4.0 + tick * 0.1)
     assert not view.table.is_busy("a", now=8.0, within_s=2.0)  # it hangs
     assert not view.table.is_busy("gone", now=8.0, within_s=2.0)
-
-
-def test_a_removed_replica_is_forgotten_and_late_messages_are_ignored() -> None:
-    view = make_view("ab")
-    view.routing.stored("a", [1, 2])
-    early = dispatched(view, "a", [1, 2, 3], 48, now=0.0)
-    view.routing.set_replicas(["b"])
-    assert view.table.by_name.keys() == {"b"}
-    view.routing.stored("a", [1])
-    view.routing.removed("a", [1])
-    view.routing.replaced("a", [1])
-    view.routing.cleared("a")
-    view.routing.events_lost("a")
-    view.routing.report("a", IDLE, now=0.0)
-    dispatched(view, "a", [1, 2, 3], 48, now=0.0)
-    view.ended(early)
-    assert (len(view.index), queued(view, now=0.0)) == (0, (0, 0))
-
-
-# --- caches ----------------------------------------------------------------------------------
-
-
-def test_dispatched_blocks_are_assumed_until_they_expire() -> None:
-    view = make_view()
-    view.ended(dispatched(view, "c", [1, 2, 3], 48, now=0.0))
-    assert first(view, [1, 2, 3], now=1.0) == "c"
-    later = 1.0 + view.options.assume_s
-    view.routing.report("c", IDLE, now=later)
-    assert choose(view, "abcd", [1, 2, 3], 48, now=later).max_cached_blocks == 0
-
-
-def test_awaited_blocks_count_as_cached() -> None:
-    view = make_view()
-    view.routing.awaited("c", [1, 2, 3], now=0.0)
-    decision = choose(view, "abcd", [1, 2, 3], 48, now=0.0)
-    assert (decision.order[0], decision.num_cached_blocks) == ("c", 3)
-    view.routing.awaited("gone", [1], now=0.0)
-    view.routing.stored("c", [1])
-    view.routing.report("a", IDLE, now=1.0 + view.options.assume_s)
-    assert view.index.num_cached_blocks([1, 2, 3]) == {"c": 1}
-
-
-def test_an_unlisted_candidate_counts_like_one_without_a_report() -> None:
-    view = make_view("a")
-    queue(view, "a", 5_000)
-    assert choose(view, "ab", prompt(1), 128, now=0.0).order == ["b", "a"]
-    queue(view, "a", 0)
-    dispatched(view, "b", [], 5_000, now=0.0)
-    assert choose(view, "ab", prompt(1), 128, now=0.0).order == ["a", "b"]
-
-
-def test_a_restart_leaves_nothing_assumed_or_confirmed() -> None:
-    view = make_view()
-    view.routing.stored("c", [1, 2])
-    dispatched(view, "c", [1, 2, 3], 48, now=0.0)
-    view.routing.cleared("c")
-    assert len(view.index) == 0
-
-
-def test_without_events_a_replica_is_modelled_as_an_lru_cache_of_its_reported_size() -> None:
-    view = make_view("a")
-    view.routing.report("a", replace(IDLE, num_blocks=4), now=0.0)
-    view.routing.stored("a", [1, 2])
-    view.routing.events_lost("a")
-    dispatched(view, "a", [5, 6, 7], 48, now=0.0)
-    assert len(view.index) == 4
-    assert choose(view, "a", [5, 6, 7], 48, now=1e6).max_cached_blocks == 3  # a guess does not expire
-    view.routing.replaced("a", [8])
-    assert view.index.blocks("a") == {8}
-    assert len(view.index) == 1
-
-
-def test_a_replica_that_reports_an_empty_cache_has_events_again() -> None:
-    view = make_view("a")
-    view.routing.events_lost("a")
-    view.routing.cleared("a")
-    view.ended(dispatched(view, "a", [5, 6, 7], 48, now=0.0))
-    assert choose(view, "a", [5, 6, 7], 48, now=1.0).max_cached_blocks == 3
-    later = 1.0 + view.options.assume_s
-    view.routing.report("a", IDLE, now=later)
-    assert choose(view, "a", [5, 6, 7], 48, now=later).max_cached_blocks == 0, "it is not guessed any more"
-
-
-def test_a_snapshot_is_applied_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decisions are made in between."""
-    monkeypatch.setattr(state_module, "_SLICE", 4)
-    view = make_view("a")
-    sizes: list[int] = []
-    stored = view.index.stored
-    monkeypatch.setattr(view.index, "stored", lambda name, hashes: sizes.append(len(hashes)) or stored(name, hashes))
-    view.routing.replaced("a", range(10))
-    assert (sizes, view.index.blocks("a")) == ([4, 4, 2], set(range(10)))
-
-
-def test_a_replica_without_any_events_is_modelled_as_an_lru_cache() -> None:
-    view = View()
-    view.set_replicas({name: {} for name in "ab"})
-    home = first(view, prompt(1), "ab")
-    dispatched(view, home, prompt(1), 128, now=0.0)
-    assert choose(view, "ab", prompt(1), 128, now=1e6).num_cached_blocks == 8
-
-
-def test_the_options_are_plain_numbers() -> None:
-    assert View(RoutingOptions(miss_weight=0.0)).options.miss_weight == 0.0

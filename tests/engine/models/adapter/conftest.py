@@ -62,3 +62,8 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
         return settle(architecture, tmp_path_factory.mktemp(architecture))
 
     return get
+
+
+def load(path: str | Path, dtype: torch.dtype = torch.float32) -> TransformersDecoder:
+    config = TransformersConfig.from_hf(load_hf_config(path))
+    return load_transformers_decoder(path, config, dtype=dtype, device=torch.device("cpu"), parallel=TensorParallel())
