@@ -192,6 +192,7 @@ _LAYER, _STEP, _POINTERS = ctypes.POINTER(CLayer), ctypes.POINTER(CStep), ctypes
 # Name: what it returns (None: nothing), and its arguments; in the order of csrc's headers.
 FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pagoda_add_to_residual": (None, (_POINTER, _POINTER, _INT32, _INT32, _POINTER, _FLOAT, _FLOAT)),
+    "pagoda_all_finite": (_INT32, (_POINTER, _INT64, _INT32)),
     "pagoda_argmax": (None, (_POINTER, _POINTER, _POINTER, _INT64, _INT64, _INT64)),
     "pagoda_attention": (None, (_CALL,)),
     "pagoda_causal_conv": (None, (ctypes.POINTER(CConvCall),)),
@@ -219,8 +220,8 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pagoda_top_k": (None, (*(_POINTER,) * 3, *(_INT64,) * 4)),
     "pagoda_truncated_draw": (None, (*(_POINTER,) * 5, ctypes.POINTER(CLimits), *(_INT64,) * 3)),
     "pagoda_turn_awq": (None, (_POINTER, _POINTER, _INT64, _INT64, _INT64)),
-    "pagoda_turn_halves": (None, (_POINTER, _POINTER, _INT64, _INT64)),
-    "pagoda_turn_words": (None, (_POINTER, _POINTER, _INT64, _INT64, _INT64)),
+    "pagoda_turn_halves": (None, (_POINTER, _INT64, _POINTER, _INT64, _INT64)),
+    "pagoda_turn_words": (None, (_POINTER, _INT64, _POINTER, _INT64, _INT64, _INT64)),
 }
 
 

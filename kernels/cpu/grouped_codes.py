@@ -101,19 +101,24 @@ def decode_gguf(out: torch.Tensor, blocks: torch.Tensor, type_number: int) -> bo
 
 
 def transpose(out: torch.Tensor, matrix: torch.Tensor) -> bool:
-    """Write a matrix to ``out`` transposed, [columns, num_rows], both contiguous and of one dtype.
+    """Write a matrix to ``out`` transposed, [columns, num_rows], both of one dtype.
+
+    Args:
+        out: elements of a row are neighbours, rows need not be.
+        matrix: contiguous.
 
     Returns:
         False, and writes nothing, if the kernel does not do it; see ``decode_groups``.
     """
     fits = out.dtype == matrix.dtype and out.shape == matrix.shape[::-1] and matrix.is_contiguous()
-    if not fits or not can_write(out) or matrix.device.type != "cpu" or (loaded := library()) is None:
+    is_here = out.device.type == matrix.device.type == "cpu" and out.dtype in _DTYPES
+    if not fits or not is_here or out.stride(1) != 1 or (loaded := library()) is None:
         return False
-    addresses, (num_rows, columns) = (out.data_ptr(), matrix.data_ptr()), matrix.shape
+    arguments, (num_rows, columns) = (out.data_ptr(), out.stride(0), matrix.data_ptr()), matrix.shape
     if out.dtype == torch.bfloat16:
-        loaded.pagoda_turn_halves(*addresses, num_rows, columns)
+        loaded.pagoda_turn_halves(*arguments, num_rows, columns)
     else:
-        loaded.pagoda_turn_words(*addresses, num_rows, columns, columns)
+        loaded.pagoda_turn_words(*arguments, num_rows, columns, columns)
     return True
 
 
@@ -140,5 +145,5 @@ def turn_words(words: torch.Tensor, columns: slice, *, is_awq: bool = False) -> 
         loaded.pagoda_turn_awq(turned.data_ptr(), own.data_ptr(), num_rows, own.shape[1], all_columns)
     else:
         turned = torch.empty(own.shape[1], num_rows, dtype=torch.int32)
-        loaded.pagoda_turn_words(turned.data_ptr(), own.data_ptr(), num_rows, own.shape[1], all_columns)
+        loaded.pagoda_turn_words(turned.data_ptr(), num_rows, own.data_ptr(), num_rows, own.shape[1], all_columns)
     return turned

@@ -6,16 +6,17 @@ import torch
 
 from kernels.cpu.grouped_codes import transpose
 
-__all__ = ["transposed"]
+__all__ = ["TURNED_ELEMENTS", "write_transposed"]
+
+TURNED_ELEMENTS = 2**19  # to dequantise before they are turned: they stay in a processor's cache
 
 
-def transposed(values: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return a matrix transposed, contiguous [columns, num_rows]; or ``out``, if it could be written there.
+def write_transposed(out: torch.Tensor, values: torch.Tensor) -> None:
+    """Write a matrix transposed, converted to the dtype of ``out``.
 
     Args:
+        out: [columns, num_rows]; rows need not be neighbours.
         values: [num_rows, columns].
-        out: [columns, num_rows], of any dtype.
     """
-    if out is not None and transpose(out, values):
-        return out
-    return values.t().contiguous()
+    if not transpose(out, values):
+        out.copy_(values.t())

@@ -23,7 +23,7 @@ from engine.errors import ModelLoadError, listed
 from engine.models.checkpoint.formats.gguf import gguf_entries
 from engine.models.checkpoint.formats.table import Entry, group_weights
 from engine.models.checkpoint.own_memory import own_memory
-from engine.models.checkpoint.packed_weight import PackedWeight, read_packed
+from engine.models.checkpoint.packed_weight import PackedWeight, Scratch, read_packed
 from engine.models.checkpoint.safetensors_header import StoredTensor
 from engine.models.checkpoint.shard_index import is_listed, join_shards, read_index
 from engine.models.checkpoint.sharding import Shard
@@ -61,6 +61,7 @@ class Checkpoint:
         self.path = path
         self._stored = stored
         self._files = files
+        self._scratch = Scratch()
         self.description, self.remedy = "config.json", "download config.json and the weights again, from one source"
         if is_gguf(path):
             self.description, self.remedy = "metadata", "download the file again"
@@ -179,8 +180,11 @@ class Checkpoint:
             tensor = tensor[shard.index]
         return tensor.narrow(shard.dim, shard.start, shard.stop - shard.start)
 
-    def read_into(self, out: torch.Tensor, name: str, shard: Shard | None = None) -> None:
+    def read_into(self, out: torch.Tensor, name: str, shard: Shard | None = None) -> bool:
         """Fill ``out``, contiguous and on any device, with a tensor or a ``shard`` of it, converted to its dtype.
+
+        Returns:
+            Whether all numbers are known to be finite: of those that are not dequantised nothing is known.
 
         Raises:
             ModelLoadError: if a file cannot be read to the end of the tensor, or a quantised weight has invalid parts.
@@ -188,8 +192,11 @@ class Checkpoint:
         stored = self._stored[name]
         if isinstance(stored, PackedWeight):
             with self._named(name):
-                read_packed(self._files, stored, out, shard)
-            return
+                return read_packed(self._files, stored, out, shard, self._scratch)
+        self._read_plain(out, stored, name, shard)
+        return False
+
+    def _read_plain(self, out: torch.Tensor, stored: StoredTensor, name: str, shard: Shard | None) -> None:
         if stored.is_transposed:
             self._read_transposed(out, stored, name, shard)
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,12 +13,13 @@ from typing import ClassVar
 import torch
 
 from engine.errors import ModelLoadError
+from engine.models.checkpoint.finite import is_finite
 from engine.models.checkpoint.own_memory import own_memory
 from engine.models.checkpoint.safetensors_header import StoredTensor
 from engine.models.checkpoint.sharding import Shard
 from engine.models.checkpoint.tensor_files import TensorFiles
 
-__all__ = ["PART_DTYPES", "PackedWeight", "read_packed"]
+__all__ = ["PART_DTYPES", "PackedWeight", "Scratch", "read_packed"]
 
 BLOCK_ELEMENTS = 2**21  # that are dequantised at once: their codes stay in a processor's cache
 
@@ -37,6 +39,20 @@ PART_DTYPES = {
     "U32": torch.int32,  # the same bits: torch shifts and masks no unsigned ones
     "I64": torch.int64,
 }
+
+
+class Scratch(threading.local):
+    """Memory of each thread that reads weights, used again for each part: new pages cost as much as reading them."""
+
+    def __init__(self) -> None:
+        self._memory: dict[str, torch.Tensor] = {}
+
+    def octets(self, name: str, size: int) -> torch.Tensor:
+        """Return ``size`` bytes that hold anything; the next call with this name may return the same."""
+        if (memory := self._memory.get(name)) is None or len(memory) < size:
+            self._memory.pop(name, None)  # is freed before more is allocated
+            memory = self._memory[name] = own_memory((size,), torch.uint8)
+        return memory[:size]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,6 +76,18 @@ class PackedWeight(ABC):
     shape: tuple[int, ...]
     read_by_rows: frozenset[str] = frozenset()
     row_multiple: int = 1
+
+    def prepared(self, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the parts of a matrix that are read at once, with what ``dequantise`` would repeat for each block."""
+        return parts
+
+    def are_bounded(self, parts: Mapping[str, torch.Tensor]) -> bool:
+        """Whether the parts show that all numbers are finite in float32 and bfloat16. Else each number is looked at.
+
+        Args:
+            parts: as those of ``dequantise``.
+        """
+        return False
 
     @abstractmethod
     def dequantise(
@@ -103,8 +131,13 @@ class PackedWeight(ABC):
         )
 
 
-def read_packed(files: TensorFiles, packed: PackedWeight, out: torch.Tensor, shard: Shard | None) -> None:
+def read_packed(
+    files: TensorFiles, packed: PackedWeight, out: torch.Tensor, shard: Shard | None, scratch: Scratch
+) -> bool:
     """Fill ``out``, contiguous and on any device, with a weight or a ``shard`` of it, converted to its dtype.
+
+    Returns:
+        Whether all numbers are finite, which is seen sooner while they are in a processor's cache.
 
     Raises:
         ModelLoadError: if the contents of a part are invalid.
@@ -119,48 +152,67 @@ def read_packed(files: TensorFiles, packed: PackedWeight, out: torch.Tensor, sha
         columns = slice(shard.start, shard.stop)
     if len(packed.shape) == 1:
         out = out.unsqueeze(1)
-    for index, matrix in zip(indices, out.view(len(indices), *out.shape[-2:]), strict=True):
-        _read_matrix(files, packed, index, matrix, first, columns)
+    are_finite = [
+        _read_matrix(_MatrixParts(files, packed, index, scratch), matrix, first, columns)
+        for index, matrix in zip(indices, out.view(len(indices), *out.shape[-2:]), strict=True)
+    ]
+    return all(are_finite)
 
 
-def _read_matrix(
-    files: TensorFiles, packed: PackedWeight, index: int, out: torch.Tensor, first: int, columns: slice
-) -> None:
-    """Fill ``out`` with rows from ``first`` on, and some columns, of one of the stacked matrices."""
+@dataclass(frozen=True, slots=True)
+class _MatrixParts:
+    """The stored parts of one of the stacked matrices of a weight."""
+
+    files: TensorFiles
+    packed: PackedWeight
+    index: int
+    scratch: Scratch
+
+    def whole(self) -> dict[str, torch.Tensor]:
+        """Return the parts that are read at once, prepared."""
+        packed = self.packed
+        return packed.prepared({name: self._read(name, None) for name in packed.parts.keys() - packed.read_by_rows})
+
+    def by_rows(self, rows: range) -> dict[str, torch.Tensor]:
+        """Return rows of the others. They last until the next call."""
+        return {name: self._read(name, rows) for name in self.packed.read_by_rows}
+
+    def block(self, num_rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory for dequantised rows."""
+        memory = self.scratch.octets("block", num_rows * columns * dtype.itemsize)
+        return memory.view(dtype).view(num_rows, columns)
+
+    def _read(self, name: str, rows: range | None) -> torch.Tensor:
+        stored = self.packed.parts[name]
+        shape = stored.shape[max(0, len(self.packed.shape) - 2) :]
+        size = (stored.stop - stored.start) // self.packed.num_matrices
+        offset = self.index * size
+        if rows is not None:
+            row_bytes = size // shape[0]
+            shape, offset, size = (len(rows), *shape[1:]), offset + rows.start * row_bytes, len(rows) * row_bytes
+        memory = self.scratch.octets(name, size)
+        self.files.read_into(memory.numpy().data, stored, offset)
+        return memory.view(PART_DTYPES[stored.dtype]).view(shape)
+
+
+def _read_matrix(parts: _MatrixParts, out: torch.Tensor, first: int, columns: slice) -> bool:
+    """Fill ``out`` with rows from ``first`` on, and some columns, of one matrix; return whether all are finite."""
+    packed, whole = parts.packed, parts.whole()
     all_rows, all_columns = packed.matrix_shape
-    whole = {
-        name: _read_part(files, packed, name, index, None) for name in packed.parts if name not in packed.read_by_rows
-    }
     multiple = packed.row_multiple
     step = max(1, BLOCK_ELEMENTS // (all_columns or 1) // multiple) * multiple
-    last = first + len(out)
+    last, are_finite = first + len(out), True
     dtype = out.dtype if out.dtype in _DECODED_DTYPES else torch.float32
     is_direct = out.device.type == "cpu" and out.dtype == dtype and out.shape[1] == all_columns
-    scratch: torch.Tensor | None = None
     for start in range(first // multiple * multiple, last, step):
         rows = range(start, min(start + step, -(-last // multiple) * multiple, all_rows))
-        by_rows = {name: _read_part(files, packed, name, index, rows) for name in packed.read_by_rows}
         wanted = range(max(first, rows.start), min(last, rows.stop))
         target = out[wanted.start - first : wanted.stop - first]
-        if is_direct and wanted == rows:
-            block = packed.dequantise(whole | by_rows, rows, target)
-        else:
-            if scratch is None:
-                scratch = torch.empty(min(step, all_rows), all_columns, dtype=dtype)
-            block = packed.dequantise(whole | by_rows, rows, scratch[: len(rows)])
+        target_or_scratch = target if is_direct and wanted == rows else parts.block(len(rows), all_columns, dtype)
+        own = whole | parts.by_rows(rows)
+        block = packed.dequantise(own, rows, target_or_scratch)
         if block.data_ptr() != target.data_ptr():  # else it is written already
             target.copy_(block[wanted.start - rows.start : wanted.stop - rows.start, columns])
-
-
-def _read_part(files: TensorFiles, packed: PackedWeight, name: str, index: int, rows: range | None) -> torch.Tensor:
-    """Return a part of one of the stacked matrices, or only its ``rows``, in memory of its own."""
-    stored = packed.parts[name]
-    shape = stored.shape[max(0, len(packed.shape) - 2) :]
-    size = (stored.stop - stored.start) // packed.num_matrices
-    offset = index * size
-    if rows is not None:
-        row_bytes = size // shape[0]
-        shape, offset, size = (len(rows), *shape[1:]), offset + rows.start * row_bytes, len(rows) * row_bytes
-    memory = own_memory((size,), torch.uint8) if rows is None else torch.empty(size, dtype=torch.uint8)
-    files.read_into(memory.numpy().data, stored, offset)
-    return memory.view(PART_DTYPES[stored.dtype]).view(shape)
+        is_bounded = out.dtype in _DECODED_DTYPES and packed.are_bounded(own)
+        are_finite = are_finite and (is_bounded or is_finite(target))
+    return are_finite

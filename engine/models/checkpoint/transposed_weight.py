@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.models.checkpoint.formats.table import Entry
 from engine.models.checkpoint.packed_weight import PackedWeight
-from kernels.dequant.transposed import transposed as matrix_transposed
+from engine.models.checkpoint.safetensors_header import StoredTensor
+from kernels.dequant.transposed import TURNED_ELEMENTS, write_transposed
 
-__all__ = ["transposed"]
+__all__ = ["transposed", "transposed_packed"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _TransposedWeight(PackedWeight):
-    """A quantised weight whose matrices are stored as [columns, rows]. A matrix is dequantised at once."""
+    """A quantised weight whose matrices are stored as [columns, rows]. A matrix is read at once."""
 
     inner: PackedWeight
 
@@ -24,21 +24,45 @@ class _TransposedWeight(PackedWeight):
         """Take the format's name, which is the class's own elsewhere."""
         object.__setattr__(self, "format", self.inner.format)
 
+    def prepared(self, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the parts of one matrix, prepared."""
+        return self.inner.prepared(parts)
+
+    def are_bounded(self, parts: Mapping[str, torch.Tensor]) -> bool:
+        """Whether the parts show that all numbers are finite."""
+        return self.inner.are_bounded(parts)
+
     def dequantise(
         self, parts: Mapping[str, torch.Tensor], rows: range, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return the rows of one matrix."""
-        shape = self.inner.matrix_shape
-        scratch = None if out is None else out.new_empty(shape)
-        stored = self.inner.dequantise(parts, range(shape[0]), scratch)
-        return matrix_transposed(stored, out=out)  # all rows: see row_multiple
+        num_stored, columns = self.inner.matrix_shape
+        out = torch.empty(columns, num_stored) if out is None else out
+        multiple = self.inner.row_multiple
+        step = max(1, TURNED_ELEMENTS // (columns or 1) // multiple) * multiple
+        scratch = out.new_empty(min(step, num_stored), columns)
+        for start in range(0, num_stored, step):
+            stored = range(start, min(start + step, num_stored))
+            own = {
+                name: part[stored.start : stored.stop] if name in self.inner.read_by_rows else part
+                for name, part in parts.items()
+            }
+            values = self.inner.dequantise(own, stored, scratch[: len(stored)])
+            write_transposed(out[:, stored.start : stored.stop], values)
+        return out  # all rows: see row_multiple
 
 
-def transposed(weight: Entry) -> Entry:
+def transposed(weight: StoredTensor | PackedWeight) -> StoredTensor | PackedWeight:
     """Return a weight with the shape that its matrices have when they are transposed."""
     *stacked, columns, rows = weight.shape
-    if not isinstance(weight, PackedWeight):
-        return weight._replace(shape=(*stacked, rows, columns), is_transposed=not weight.is_transposed)
+    if isinstance(weight, PackedWeight):
+        return transposed_packed(weight)
+    return weight._replace(shape=(*stacked, rows, columns), is_transposed=not weight.is_transposed)
+
+
+def transposed_packed(weight: PackedWeight) -> PackedWeight:
+    """Return a quantised weight with the shape that its matrices have when they are transposed."""
+    *stacked, columns, rows = weight.shape
     return _TransposedWeight(
         name=weight.name, parts=weight.parts, shape=(*stacked, rows, columns), row_multiple=rows, inner=weight
     )

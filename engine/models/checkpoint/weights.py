@@ -183,8 +183,8 @@ def _read_each(
         for part in parameter.parts:
             checkpoint.reached(part.name)
         is_mapped = may_be_mapped(parameter.name) and ".experts." not in parameter.name  # those are put into one tensor
-        weight = _assemble(checkpoint, parameter, device, may_be_mapped=is_mapped)
-        if not is_finite(weight):
+        weight, is_known_finite = _assemble(checkpoint, parameter, device, may_be_mapped=is_mapped)
+        if not is_known_finite and not is_finite(weight):
             raise weights_not_finite(checkpoint, parameter.name, parameter.parts, parameter.dtype)
         return weight
 
@@ -204,27 +204,30 @@ def _read_each(
 
 def _assemble(
     checkpoint: Checkpoint, parameter: _Parameter, device: torch.device, *, may_be_mapped: bool
-) -> torch.Tensor:
-    """Return a parameter on the device: a view of the file if it may be and its bytes need no change, else a copy."""
+) -> tuple[torch.Tensor, bool]:
+    """Return a parameter on the device, and whether it is known to be finite.
+
+    It is a view of the file if it may be and its bytes need no change, else a copy.
+    """
     first, dtype = parameter.parts[0], parameter.dtype
     may_be_mapped = may_be_mapped and len(parameter.parts) == 1 and first.is_as_stored and device.type == "cpu"
     if may_be_mapped and not checkpoint.is_packed(first.name):
         weight = checkpoint.read(first.name, first.shard)
         if list(weight.shape) == parameter.shape and weight.dtype == dtype:
-            return weight
+            return weight, False
     weight = _new_tensor(parameter.shape, dtype, device)
-    filled = 0
+    filled, is_known_finite = 0, True
     for part in parameter.parts:
         count = len(weight) if part.shard is None or part.shard.dim else part.shard.stop - part.shard.start
         rows = weight[filled : filled + count]
-        checkpoint.read_into(rows, part.name, part.shard)
+        is_known_finite &= checkpoint.read_into(rows, part.name, part.shard) and part.scale == 1.0
         if part.order is not None:
             rows.copy_(rows.view(-1, len(part.order), *rows.shape[1:])[:, part.order].flatten(0, 1))
         if part.scale != 1.0:
             rows.mul_(part.scale)
         filled += count
     weight[filled:].zero_()  # the last ranks' part of the vocabulary may be padded
-    return weight
+    return weight, is_known_finite
 
 
 def _new_tensor(shape: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -201,6 +201,11 @@ def test_a_matrix_is_transposed(size: tuple[int, int], dtype: torch.dtype) -> No
     out = torch.zeros(size[::-1], dtype=dtype)
     assert grouped_codes.transpose(out, matrix)
     assert torch.equal(out, matrix.t())
+    wide = torch.zeros(size[1], size[0] + 3, dtype=dtype)
+    assert grouped_codes.transpose(wide[:, 1:-2], matrix)
+    assert torch.equal(wide[:, 1:-2], matrix.t())
+    assert not wide[:, 0].any()
+    assert not wide[:, -2:].any()
     assert not grouped_codes.transpose(out[:, 1:], matrix)
     assert not grouped_codes.transpose(out, matrix.double())
 

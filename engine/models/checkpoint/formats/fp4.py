@@ -17,16 +17,17 @@ import torch
 
 from engine.models.checkpoint.formats.module_tensors import ModuleTensors
 from engine.models.checkpoint.packed_weight import PackedWeight
+from engine.models.checkpoint.transposed_weight import transposed_packed
 from kernels.dequant.fp4 import dequantise_fp4
 from kernels.dequant.fp8 import e4m3_numbers
 from kernels.dequant.scales import e8m0_numbers
-from kernels.dequant.transposed import transposed
 
-__all__ = ["Mxfp4Weight", "Nvfp4Weight", "TransposedMxfp4Weight", "fp4_weights"]
+__all__ = ["Mxfp4Weight", "Nvfp4Weight", "fp4_weights"]
 
 _NV_GROUP, _MX_GROUP = 16, 32
+_BY_ROWS = frozenset({"weight", "scale"})
 _EXPONENTS = ("U8", "F8_E8M0")
-_TRANSPOSED_ROWS = 128  # whole cache lines of each output, and few enough for a processor's cache
+_LARGE_EXPONENT = 250  # of E8M0: 6 * 2 ** (250 - 127) is finite in bfloat16
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,40 +54,16 @@ class Mxfp4Weight(PackedWeight):
 
     format = "MXFP4"
 
+    def are_bounded(self, parts: Mapping[str, torch.Tensor]) -> bool:
+        """Whether the parts show that all numbers are finite."""
+        return bool(parts["scale"].view(torch.uint8).max() <= _LARGE_EXPONENT)
+
     def dequantise(
         self, parts: Mapping[str, torch.Tensor], rows: range, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return rows of the matrix in float32."""
-        return dequantise_fp4(parts["weight"], parts["scale"], _MX_GROUP, scale_table=e8m0_numbers(), out=out)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TransposedMxfp4Weight(PackedWeight):
-    """Parts ``blocks`` and ``scales``, whose outputs are the columns of the weight."""
-
-    format = "MXFP4"
-
-    def dequantise(
-        self, parts: Mapping[str, torch.Tensor], rows: range, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return rows of one matrix in float32."""
-        if out is None:
-            return transposed(self._columns(parts, rows, None))
-        outputs = len(parts["blocks"])
-        scratch = out.new_empty(outputs * min(len(rows), _TRANSPOSED_ROWS))
-        for start in range(0, len(rows), _TRANSPOSED_ROWS):
-            some = rows[start : start + _TRANSPOSED_ROWS]
-            columns = self._columns(parts, some, scratch[: outputs * len(some)].view(outputs, -1))
-            target = out[start : start + len(some)]
-            if (values := transposed(columns, out=target)) is not target:
-                target.copy_(values)
-        return out
-
-    def _columns(self, parts: Mapping[str, torch.Tensor], columns: range, out: torch.Tensor | None) -> torch.Tensor:
-        """Return some columns of the matrix as it is stored; see ``dequantise_fp4``."""
-        octets = parts["blocks"].flatten(1)[:, columns.start // 2 : columns.stop // 2]
-        scales = parts["scales"][:, columns.start // _MX_GROUP : columns.stop // _MX_GROUP]
-        return dequantise_fp4(octets, scales, _MX_GROUP, scale_table=e8m0_numbers(), out=out)
+        octets = parts["weight"].flatten(1)  # of GPT-OSS [outputs, groups, 16]
+        return dequantise_fp4(octets, parts["scale"], _MX_GROUP, scale_table=e8m0_numbers(), out=out)
 
 
 def fp4_weights(module: ModuleTensors) -> Iterator[PackedWeight]:
@@ -120,16 +97,15 @@ def _weight(module: ModuleTensors, name: str, factor: str | None) -> PackedWeigh
             f"scale for each {group}",
         )
     shape, full_name = (codes.shape[0], 2 * codes.shape[1]), module.full_name("weight")
-    by_rows = frozenset({"weight", "scale"})
     if factor is None:
         parts = module.take(weight=name, scale="weight_scale")
-        return Mxfp4Weight(name=full_name, parts=parts, shape=shape, read_by_rows=by_rows)
+        return Mxfp4Weight(name=full_name, parts=parts, shape=shape, read_by_rows=_BY_ROWS)
     whole = module.tensors[factor]
     if whole.dtype not in ("F32", "BF16", "F16") or whole.shape not in ((), (1,)):
         raise module.error(factor, f"is {whole.dtype} {list(whole.shape)}, and not one number")
     parts = module.take(**{"weight": name, "scale": "weight_scale", "global scale": factor})
     divides = factor == "weight_global_scale"
-    return Nvfp4Weight(name=full_name, parts=parts, shape=shape, read_by_rows=by_rows, divides=divides)
+    return Nvfp4Weight(name=full_name, parts=parts, shape=shape, read_by_rows=_BY_ROWS, divides=divides)
 
 
 def _transposed(module: ModuleTensors, name: str) -> PackedWeight:
@@ -140,9 +116,10 @@ def _transposed(module: ModuleTensors, name: str) -> PackedWeight:
     if scales.shape != blocks.shape[:-1] or scales.dtype not in _EXPONENTS:
         raise module.error(scales_name, f"is {scales.dtype} {list(scales.shape)}, and the blocks {list(blocks.shape)}")
     *stacked, outputs, groups, _ = blocks.shape
-    return TransposedMxfp4Weight(
+    stored = Mxfp4Weight(
         name=module.full_name(weight),
-        parts=module.take(blocks=name, scales=scales_name),
-        shape=(*stacked, groups * _MX_GROUP, outputs),
-        row_multiple=_TRANSPOSED_ROWS,
+        parts=module.take(weight=name, scale=scales_name),
+        shape=(*stacked, outputs, groups * _MX_GROUP),
+        read_by_rows=_BY_ROWS,
     )
+    return transposed_packed(stored)

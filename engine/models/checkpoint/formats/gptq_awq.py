@@ -31,12 +31,14 @@ from kernels.dequant.integers import (
     unpack_bits,
     unpack_floats,
 )
+from kernels.dequant.transposed import write_transposed
 
 __all__ = ["AwqWeight", "GptqWeight", "gptq_awq_weights"]
 
 _SCALES = ("F32", "BF16", "F16")
 _VERSION = ("checkpoint_format", "format")  # the older and the newer name of the config's field
 _GPTQ_BITS = (2, 3, 4, 8)
+_LARGE = 3e38  # is finite in bfloat16
 _ROWS = 32  # rows of zero points begin with a whole word, whatever their bits
 _AWQ_ROWS = 128  # whole cache lines of words
 
@@ -56,17 +58,24 @@ class GptqWeight(PackedWeight):
     group_size: int
     stores_minus_one: bool
 
+    def prepared(self, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the parts with scales and zero points for rows, float32 [rows, groups]."""
+        zeros = unpack_bits(parts["qzeros"], self.bits, self.shape[-2])
+        if self.stores_minus_one:
+            zeros = (zeros + 1) & (1 << self.bits) - 1
+        return parts | _by_outputs(parts["scales"], zeros)
+
+    def are_bounded(self, parts: Mapping[str, torch.Tensor]) -> bool:
+        """Whether the parts show that all numbers are finite."""
+        return bool(parts["largest scale"] * 2**self.bits < _LARGE)
+
     def dequantise(
         self, parts: Mapping[str, torch.Tensor], rows: range, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return rows of the matrix in float32."""
         columns, bits, own = self.shape[-1], self.bits, slice(rows.start, rows.stop)
         codes = turn_words_to_rows(parts["qweight"], own)
-        words = parts["qzeros"][:, rows.start * bits // 32 : -(-rows.stop * bits // 32)].contiguous()
-        zeros = unpack_bits(words, bits, len(rows)).t()
-        if self.stores_minus_one:
-            zeros = (zeros + 1) & (1 << bits) - 1
-        scales = parts["scales"][:, own].t()
+        scales, zeros = parts["scales"][own], parts["zeros"][own]
         if (group_of := parts.get("g_idx")) is None:
             return dequantise_packed(codes, bits, columns, scales, zeros, self.group_size, out=out)
         size = -(-columns // scales.shape[1])
@@ -85,13 +94,29 @@ class AwqWeight(PackedWeight):
     format = "AWQ"
     group_size: int
 
+    def prepared(self, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the parts with scales and zero points for rows, float32 [rows, groups]."""
+        return parts | _by_outputs(parts["scales"], unpack_awq(parts["qzeros"]).t())
+
+    def are_bounded(self, parts: Mapping[str, torch.Tensor]) -> bool:
+        """Whether the parts show that all numbers are finite."""
+        return bool(parts["largest scale"] * 16 < _LARGE)
+
     def dequantise(
         self, parts: Mapping[str, torch.Tensor], rows: range, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return rows of the matrix in float32."""
-        words = slice(rows.start // 8, -(-rows.stop // 8))
-        scales, zeros = parts["scales"][:, rows.start : rows.stop].t(), unpack_awq(parts["qzeros"][:, words])
+        words, own = slice(rows.start // 8, -(-rows.stop // 8)), slice(rows.start, rows.stop)
+        scales, zeros = parts["scales"][own], parts["zeros"][own]
         return dequantise_awq(parts["qweight"], words, scales, zeros, self.group_size, out=out)
+
+
+def _by_outputs(scales: torch.Tensor, zeros: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return scales and zero points, [groups, rows], in float32 as [rows, groups], and the largest scale."""
+    turned = {name: torch.empty(scales.shape[::-1]) for name in ("scales", "zeros")}
+    for name, values in (("scales", scales), ("zeros", zeros)):
+        write_transposed(turned[name], values.float().contiguous())
+    return turned | {"largest scale": scales.abs().max()}  # NaN if one is
 
 
 def gptq_awq_weights(module: ModuleTensors) -> Iterator[PackedWeight]:

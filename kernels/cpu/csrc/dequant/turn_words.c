@@ -27,43 +27,44 @@ INLINE void store_turned(uint32_t *to, int64_t stride, u32x16 *vectors, int64_t 
         memcpy(to + i * stride, tile + i * LANES, (size_t)min(num_rows, LANES) * sizeof *to);
 }
 
-void pagoda_turn_words(uint32_t *to, const uint32_t *from, int64_t num_rows, int64_t columns, int64_t stride) {
+void pagoda_turn_words(uint32_t *to, int64_t to_stride, const uint32_t *from, int64_t num_rows, int64_t columns,
+                       int64_t stride) {
     for (int64_t column = 0; column < columns; column += LANES)
         for (int64_t row = 0; row < num_rows; row += LANES) {
             u32x16 vectors[LANES] = {0};
             for (int64_t i = 0; i < min(LANES, num_rows - row); i++)
                 vectors[i] = load_words(from + (row + i) * stride + column, columns - column);
-            store_turned(to + column * num_rows + row, num_rows, vectors, num_rows - row, columns - column);
+            store_turned(to + column * to_stride + row, to_stride, vectors, num_rows - row, columns - column);
         }
 }
 
-/* Turns 32 x 32 bfloat16: rows `columns` apart become rows `num_rows` apart. */
-INLINE void turn_tile(uint16_t *to, const uint16_t *from, int64_t num_rows, int64_t columns) {
+/* Turns 32 x 32 bfloat16, whose rows are `stride` apart. */
+INLINE void turn_tile(uint16_t *to, int64_t to_stride, const uint16_t *from, int64_t stride) {
     u32x16 even[LANES], odd[LANES]; /* rows, of two numbers a word */
     uint32_t turned[2][LANES * LANES];
     for (int i = 0; i < LANES; i++) {
-        even[i] = u32x16_load(from + 2 * i * columns);
-        odd[i] = u32x16_load(from + (2 * i + 1) * columns);
+        even[i] = u32x16_load(from + 2 * i * stride);
+        odd[i] = u32x16_load(from + (2 * i + 1) * stride);
     }
     store_transposed(turned[0], LANES, even);
     store_transposed(turned[1], LANES, odd);
     for (int i = 0; i < LANES; i++) {
         u32x16 a = u32x16_load(turned[0] + LANES * i), b = u32x16_load(turned[1] + LANES * i);
         u32x16 first = (a & 0xffff) | b << 16, second = a >> 16 | (b & 0xffff0000u);
-        memcpy(to + 2 * i * num_rows, &first, sizeof first);
-        memcpy(to + (2 * i + 1) * num_rows, &second, sizeof second);
+        memcpy(to + 2 * i * to_stride, &first, sizeof first);
+        memcpy(to + (2 * i + 1) * to_stride, &second, sizeof second);
     }
 }
 
-void pagoda_turn_halves(uint16_t *to, const uint16_t *from, int64_t num_rows, int64_t columns) {
+void pagoda_turn_halves(uint16_t *to, int64_t to_stride, const uint16_t *from, int64_t num_rows, int64_t columns) {
     enum { TILE = 2 * LANES };
     for (int64_t column = 0; column < columns; column += TILE) /* whose rows are written from their beginning on */
         for (int64_t row = 0; row < num_rows; row += TILE)
             if (row + TILE <= num_rows && column + TILE <= columns)
-                turn_tile(to + column * num_rows + row, from + row * columns + column, num_rows, columns);
+                turn_tile(to + column * to_stride + row, to_stride, from + row * columns + column, columns);
             else
                 for (int64_t i = column; i < min(column + TILE, columns); i++)
-                    for (int64_t j = row; j < min(row + TILE, num_rows); j++) to[i * num_rows + j] = from[j * columns + i];
+                    for (int64_t j = row; j < min(row + TILE, num_rows); j++) to[i * to_stride + j] = from[j * columns + i];
 }
 
 /* Turns the 8 x 8 nibbles of each lane: nibble n of vector i becomes nibble i of vector n. */

@@ -162,11 +162,11 @@ def test_a_weight_that_nobody_keeps_is_gone_before_the_next_one_is_read(
     with open_checkpoint(qwen3.path) as checkpoint:
         reads = checkpoint.read_into
 
-        def read_into(out: torch.Tensor, name: str, shard: Shard | None = None) -> None:
+        def read_into(out: torch.Tensor, name: str, shard: Shard | None = None) -> bool:
             nonlocal num_read
             num_read += 1
             assert last is None or last() is None
-            reads(out, name, shard)
+            return reads(out, name, shard)
 
         checkpoint.read_into = read_into  # type: ignore[method-assign]
         for name, weight in weights_of(checkpoint, qwen3.path, torch.bfloat16):
