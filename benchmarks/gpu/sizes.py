@@ -6,13 +6,31 @@ from dataclasses import dataclass
 
 from benchmarks.limits.model_shape import ModelShape
 
-__all__ = ["FULL", "TINY", "Sizes", "TokenLengths"]
+__all__ = ["FULL", "TINY", "RecurrentShape", "Sizes", "TokenLengths"]
+
+
+@dataclass(frozen=True)
+class RecurrentShape:
+    """Sizes of the recurrent layers of some model.
+
+    Attributes:
+        conv: channels and width of a convolution.
+        delta_rule: key heads, heads, key_dim and value_dim of a gated delta rule.
+        scan: groups, heads, head_dim and state_size of Mamba 2.
+    """
+
+    conv: tuple[int, int]
+    delta_rule: tuple[int, int, int, int]
+    scan: tuple[int, int, int, int]
+
 
 QWEN3_0_6B = ModelShape(1024, 3072, 28, 16, 8, 128, 151936)
 QWEN3_8B = ModelShape(4096, 12288, 36, 32, 8, 128, 151936)
 QWEN3_MOE = ModelShape(2048, 8 * 768, 6, 32, 4, 128, 151936, 128, 8)  # 6 of the 48 layers of Qwen3-30B-A3B
 TINY_SHAPE = ModelShape(64, 128, 2, 4, 2, 16, 512)
 TINY_MOE = ModelShape(64, 2 * 48, 2, 4, 2, 16, 512, 6, 2)
+RECURRENT = RecurrentShape((8192, 4), (16, 32, 128, 128), (8, 64, 64, 128))  # of Qwen3-Next, and Nemotron 3 Nano's scan
+TINY_RECURRENT = RecurrentShape((40, 3), (2, 4, 16, 24), (2, 4, 12, 16))
 
 
 @dataclass(frozen=True)
@@ -45,6 +63,8 @@ class Sizes:
         peer: the workload that is run with transformers too.
         token_prompts: number of prompts whose greedy tokens are checked, and tokens of the longest.
         profiled: (sequences, context) of the decode steps that are profiled.
+        recurrent: sizes of the recurrent layers that are checked and timed.
+        recurrent_prefills: (prompts, tokens of each) that they are timed with.
     """
 
     models: dict[str, ModelShape]
@@ -64,6 +84,8 @@ class Sizes:
     peer: TokenLengths
     token_prompts: tuple[int, int]
     profiled: tuple[tuple[int, int], ...]
+    recurrent: RecurrentShape
+    recurrent_prefills: tuple[tuple[int, int], ...]
 
 
 FULL = Sizes(
@@ -84,6 +106,8 @@ FULL = Sizes(
     peer=TokenLengths(64, (100, 512), (64, 256)),
     token_prompts=(24, 600),
     profiled=((1, 1024), (64, 1024), (256, 1024)),
+    recurrent=RECURRENT,
+    recurrent_prefills=((1, 8192), (16, 512)),
 )
 TINY = Sizes(
     models={"0.6b": TINY_SHAPE, "8b": TINY_SHAPE, "moe": TINY_MOE},
@@ -103,4 +127,6 @@ TINY = Sizes(
     peer=TokenLengths(3, (8, 16), (4, 8)),
     token_prompts=(8, 60),
     profiled=((2, 24),),
+    recurrent=TINY_RECURRENT,
+    recurrent_prefills=((1, 40), (2, 24)),
 )

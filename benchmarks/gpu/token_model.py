@@ -13,21 +13,26 @@ would lie so close together that bfloat16 could not tell them apart in a quarter
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    PretrainedConfig,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
-__all__ = ["Judge", "Judgement", "make_prompts", "save_model"]
+__all__ = ["Judge", "Judgement", "Kind", "make_prompts", "save_model"]
+
+Kind = Literal["dense", "experts", "recurrent"]
 
 EXPERTS: dict[str, Any] = {  # of the second layer; more of them would differ by rounding more than a tolerance can tell
     "num_experts": 16,
@@ -36,17 +41,53 @@ EXPERTS: dict[str, Any] = {  # of the second layer; more of them would differ by
     "norm_topk_prob": True,
     "mlp_only_layers": [0],
 }
+RECURRENT: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "num_experts": 0,
+    "partial_rotary_factor": 1.0,  # else a wrong position would change too little
+}
+
+
+@dataclass(frozen=True)
+class _Model:
+    """A kind of model, and how its random weights differ from four times what transformers draws.
+
+    Attributes:
+        factors: of the weights whose names contain a text.
+        norm: mean of the norms' weights.
+    """
+
+    config: type[PretrainedConfig]
+    model: type[PreTrainedModel]
+    options: dict[str, Any] = field(default_factory=dict)
+    factors: dict[str, float] = field(default_factory=dict)
+    norm: float = 1.0
+
+
+MODELS: dict[Kind, _Model] = {
+    "dense": _Model(Qwen3Config, Qwen3ForCausalLM),
+    # A router's logits lie far apart, so that experts that rounding may exchange have small weights.
+    "experts": _Model(Qwen3MoeConfig, Qwen3MoeForCausalLM, EXPERTS, {"mlp.gate.": 16}),
+    # Attention counts as much as the recurrent layer, whose errors it would else amplify.
+    "recurrent": _Model(
+        Qwen3NextConfig, Qwen3NextForCausalLM, RECURRENT, {"linear_attn.out_proj": 2, "self_attn.o_proj": 8}, norm=0.5
+    ),
+}
 MAX_TOKENS = 24
 VOCAB_SIZE = 1024
 ATTENTION = ("eager", "sdpa")  # transformers' implementations
 LEAST_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}  # shares of the largest logit
 
 
-def save_model(directory: Path, *, experts: bool = False) -> None:
-    """Write a Qwen3 model, or a Qwen3-MoE one, with bfloat16 weights whose attention is not flat."""
-    config_class, model_class = (Qwen3MoeConfig, Qwen3MoeForCausalLM) if experts else (Qwen3Config, Qwen3ForCausalLM)
-    config = config_class(
-        **(EXPERTS if experts else {}),
+def save_model(directory: Path, kind: Kind = "dense") -> None:
+    """Write a model of Qwen3, Qwen3-MoE or Qwen3-Next with bfloat16 weights whose attention is not flat."""
+    kind_of_model = MODELS[kind]
+    config = kind_of_model.config(
+        **kind_of_model.options,
         hidden_size=256,
         intermediate_size=512,
         num_hidden_layers=2,
@@ -60,15 +101,18 @@ def save_model(directory: Path, *, experts: bool = False) -> None:
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
-        architectures=[model_class.__name__],
+        architectures=[kind_of_model.model.__name__],
     )
     torch.manual_seed(0)
-    model = model_class(config)
+    model = kind_of_model.model(config)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            # A router's logits lie far apart, so that experts that rounding may exchange have small weights.
-            factor = 16 if "mlp.gate." in name else 4
-            weight.copy_(1 + 0.1 * torch.randn_like(weight) if "norm" in name else factor * weight)
+            if name.endswith("A_log"):
+                weight.uniform_(-3.0, 0.0)  # a state remembers many tokens
+            elif "norm" in name:
+                weight.copy_(kind_of_model.norm + 0.1 * torch.randn_like(weight))
+            else:
+                weight.mul_(next((factor for text, factor in kind_of_model.factors.items() if text in name), 4))
         model.lm_head.weight.mul_(torch.randn(VOCAB_SIZE, 1).exp())
     model.to(torch.bfloat16).save_pretrained(directory)
 

@@ -73,7 +73,7 @@ def test_a_replay_that_computes_nothing_is_found(part: PartRun, monkeypatch: pyt
 @pytest.mark.long
 def test_tokens_of_a_model_with_experts(part: PartRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokens, "FAULTS", {})
-    tokens.run(part, "bfloat16", experts=True)
+    tokens.run(part, "bfloat16", kind="experts")
     figures, faults = outcome(part)
     assert not faults
     assert figures["cpu, default"]["positions"] > 100

@@ -13,12 +13,12 @@ from typing import Any
 from benchmarks.gpu.backends import block_size_for, has_dtype, usable_backends
 from benchmarks.gpu.engines import StepRecorder, generate, loaded
 from benchmarks.gpu.part_run import PartRun
-from benchmarks.gpu.token_model import MAX_TOKENS, Judge, Judgement, make_prompts, save_model
+from benchmarks.gpu.token_model import MAX_TOKENS, Judge, Judgement, Kind, make_prompts, save_model
 from engine.llm import LLM
 from engine.worker.step_plan import ModelInput
 from kernels.attention.base import AttentionBackend
 
-__all__ = ["FAULTS", "run"]
+__all__ = ["FAULTS", "STATE_FAULTS", "run"]
 
 MODEL = "tokens"
 MAX_RUNNER_UPS = {"float32": 0.02, "bfloat16": 0.2}  # share of second-best tokens that may be tolerated
@@ -27,11 +27,11 @@ LEAST_FOUND = 0.02  # share of the tokens after a planted fault that must be fou
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
 
 
-def run(part: PartRun, dtype: str, *, experts: bool = False) -> None:
+def run(part: PartRun, dtype: str, *, kind: Kind = "dense") -> None:
     """Judge the answers of each backend: with defaults, without CUDA graphs, with a small pool, and with drafts."""
     import torch
 
-    save_model(part.work / MODEL, experts=experts)
+    save_model(part.work / MODEL, kind)
     judge = Judge(part.work / MODEL, dtype, part.device)
     prompts = make_prompts(*part.sizes.token_prompts)
     backends = [item for item in usable_backends(part) if has_dtype(item, getattr(torch, dtype))]
@@ -42,7 +42,7 @@ def run(part: PartRun, dtype: str, *, experts: bool = False) -> None:
         for name, more in _cases(backend, max(map(len, prompts)) + MAX_TOKENS).items():
             with _engine(part, options | more) as llm:
                 _check_case(part, f"{backend.name}, {name}", llm, judge, prompts)
-        for name, plant in FAULTS.items():
+        for name, plant in (FAULTS | (STATE_FAULTS if kind == "recurrent" else {})).items():
             # Eager, because a fault that is planted after the capture of CUDA graphs would change nothing.
             with _engine(part, options | {"enforce_eager": True}) as llm:
                 _check_fault(part, f"{backend.name}, planted: {name}", llm, judge, prompts, plant)
@@ -120,7 +120,16 @@ def _first_blocks_swapped(step: ModelInput) -> ModelInput:
     return replace(step, metadata=replace(step.metadata, block_tables=tables))
 
 
+def _states_swapped(step: ModelInput) -> ModelInput:
+    """Let each sequence of a decode step go on from another one's state."""
+    recurrent = step.recurrent
+    if recurrent is None or step.metadata.max_query_len > 1:
+        return step
+    return replace(step, recurrent=replace(recurrent, slots=recurrent.slots.roll(1)))
+
+
 FAULTS: dict[str, Callable[[ModelInput], ModelInput]] = {
     "positions of decodes are off by one": _decode_positions_off_by_one,
     "a KV block of another sequence": _first_blocks_swapped,
 }
+STATE_FAULTS: dict[str, Callable[[ModelInput], ModelInput]] = {"a state of another sequence": _states_swapped}
