@@ -3,7 +3,7 @@
 # make lint         ruff (files are read as UTF-8 by name, too), mypy, and the length of the new commits' subjects
 # make test         runs the tests, except those marked `long` or `exhaustive`
 # make test-long    runs those marked `long`: restarts, losses, other configurations
-# make test-all     runs both, then those marked `exhaustive`, then test-clients
+# make test-all     runs both, then those marked `exhaustive`, those of the rehearsal included, and test-clients
 # make test-clients runs the tests with client libraries whose dependencies exclude the server's
 # make test-gpu-rehearsal   runs the GPU path on a machine without a GPU: the engine computes on tensors that say they
 #                   are on cuda:0, and each step's waits, copies, launches and compilations are checked
@@ -26,7 +26,8 @@ CONFORMANCE := build/conformance
 # Hundreds of the tests' processes would each compile the same modules.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve status test test-long test-exhaustive test-all test-clients test-gpu-rehearsal lint bench clean
+.PHONY: serve status test test-long test-exhaustive test-all test-clients test-gpu-rehearsal \
+  test-gpu-rehearsal-exhaustive lint bench clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.installed
@@ -55,13 +56,16 @@ test-all:
 	$(MAKE) test-long
 	$(MAKE) test-exhaustive
 	$(MAKE) test-clients
+	$(MAKE) test-gpu-rehearsal-exhaustive
 
 test-clients: $(VENV)/.installed-clients $(CLIENTS)/.installed
 	$(BIN)/python -m pytest tests/e2e/test_client_libraries.py
 
-test-gpu-rehearsal: $(REHEARSAL)/.installed
+test-gpu-rehearsal test-gpu-rehearsal-exhaustive: $(REHEARSAL)/.installed
 	PAGODA_GPU_REHEARSAL=1 OMP_NUM_THREADS=1 $(REHEARSAL)/bin/python $(PYTEST) --numprocesses 2 --dist loadfile \
-	  tests/gpu_rehearsal
+	  -m $(MARKED) tests/gpu_rehearsal
+test-gpu-rehearsal: MARKED := "not exhaustive"
+test-gpu-rehearsal-exhaustive: MARKED := exhaustive
 
 lint: $(VENV)/.installed-test
 	@$(BIN)/python .ci/commit_subjects.py

@@ -23,7 +23,13 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from tests.gpu_rehearsal import expert_contracts, kernel_contracts, layer_contracts, sampling_contracts
+from tests.gpu_rehearsal import (
+    expert_contracts,
+    kernel_contracts,
+    layer_contracts,
+    recurrent_contracts,
+    sampling_contracts,
+)
 from tests.gpu_rehearsal.code_lines import caller_line
 from tests.gpu_rehearsal.device_tensor import DeviceTensor
 from tests.gpu_rehearsal.kernel_contracts import ContractError
@@ -32,7 +38,13 @@ from tests.gpu_rehearsal.machine import Machine
 __all__ = ["Launches"]
 
 HOPPER = 90
-ALWAYS_COMPUTED = {**layer_contracts.CONTRACTS, **expert_contracts.CONTRACTS, **sampling_contracts.CONTRACTS}
+MOST_PROGRAMS = (2**31 - 1, 65535, 65535)  # that CUDA launches, by dimension of the grid
+ALWAYS_COMPUTED = {
+    **layer_contracts.CONTRACTS,
+    **expert_contracts.CONTRACTS,
+    **recurrent_contracts.CONTRACTS,
+    **sampling_contracts.CONTRACTS,
+}
 CONTRACTS = {**kernel_contracts.CONTRACTS, **ALWAYS_COMPUTED}
 
 
@@ -107,6 +119,8 @@ class Launches:
         name = kernel.fn.__name__
         if name not in CONTRACTS:
             raise ContractError(f"{name} has no contract; add one to tests/gpu_rehearsal/kernel_contracts.py")
+        if any(size > most for size, most in zip(grid, MOST_PROGRAMS, strict=False)):
+            raise ContractError(f"{name}: the grid {grid} exceeds {MOST_PROGRAMS}")
         self.counts[name] = self.counts.get(name, 0) + 1
         names = inspect.signature(kernel.fn).parameters
         bound = inspect.signature(kernel.fn).bind(*args, **{k: v for k, v in options.items() if k in names})

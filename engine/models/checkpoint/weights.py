@@ -222,7 +222,8 @@ def _assemble(
         rows = weight[filled : filled + count]
         is_known_finite &= checkpoint.read_into(rows, part.name, part.shard) and part.scale == 1.0
         if part.order is not None:
-            rows.copy_(rows.view(-1, len(part.order), *rows.shape[1:])[:, part.order].flatten(0, 1))
+            order = torch.tensor(part.order, device=device)
+            rows.copy_(rows.view(-1, len(order), *rows.shape[1:]).index_select(1, order).flatten(0, 1))
         if part.scale != 1.0:
             rows.mul_(part.scale)
         filled += count
