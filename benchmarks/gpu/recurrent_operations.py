@@ -73,7 +73,7 @@ class _DeltaRule:
     def tokens(self, count: int, dtype: torch.dtype, seed: int = 0) -> Tokens:
         keys, values = self._key_heads * self._key_dim, self._heads * self._value_dim
         mixed = _random(10 + seed, self._device, count, 2 * keys + values).to(dtype)
-        query, key, value = mixed.split([keys, keys, values], dim=1)
+        query, key, value = torch.split(mixed, [keys, keys, values], dim=1)
         decay, beta = _random(11 + seed, self._device, 2, count, self._heads)
         return (
             query.view(count, self._key_heads, -1),
@@ -86,7 +86,8 @@ class _DeltaRule:
     def __call__(
         self, ops: RecurrentOps, tokens: Tokens, state: torch.Tensor, metadata: RecurrentMetadata
     ) -> torch.Tensor:
-        return ops.gated_delta_rule(*tokens, state, metadata)
+        query, key, value, decay, beta = tokens
+        return ops.gated_delta_rule(query, key, value, decay, beta, state, metadata)
 
 
 class _Scan:
@@ -100,7 +101,8 @@ class _Scan:
 
     def tokens(self, count: int, dtype: torch.dtype, seed: int = 0) -> Tokens:
         sizes = [self._heads * self._head_dim, *[self._groups * self._state_size] * 2]
-        inputs, keys, queries = _random(10 + seed, self._device, count, sum(sizes)).to(dtype).split(sizes, dim=1)
+        mixed = _random(10 + seed, self._device, count, sum(sizes)).to(dtype)
+        inputs, keys, queries = torch.split(mixed, sizes, dim=1)
         steps = F.softplus(_random(11 + seed, self._device, count, self._heads))
         groups = (part.view(count, self._groups, -1) for part in (keys, queries))
         return inputs.view(count, self._heads, -1), steps, *groups
