@@ -111,8 +111,8 @@ class CDeltaRuleCall(ctypes.Structure):
     _fields_ = (
         *_fields(_SEQUENCES, "sequences"),
         *_fields(_POINTER, "output", "mixed", "decay", "beta", "state"),
-        *_fields(_INT64, "stride", "head_stride"),
-        *_fields(_INT32, "num_tokens", "num_key_heads", "num_heads", "key_dim", "value_dim"),
+        *_fields(_INT64, "stride", "decay_stride", "beta_stride"),
+        *_fields(_INT32, "num_tokens", "num_key_heads", "num_heads", "key_dim", "value_dim", "decays_rows"),
     )
 
 

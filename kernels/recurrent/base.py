@@ -62,7 +62,8 @@ class RecurrentOps(ABC):
         Args:
             query, key: [num_tokens, num_key_heads, key_dim]; each head serves num_heads // num_key_heads neighbours.
             value: [num_tokens, num_heads, value_dim].
-            decay: float32 [num_tokens, num_heads], at most 0.
+            decay: float32 [num_tokens, num_heads], at most 0; or [num_tokens, num_heads, key_dim], of each row of a
+                head's state (Kimi Linear, 2025).
             beta: float32 [num_tokens, num_heads].
             state: [num_slots, num_heads, key_dim, value_dim].
             metadata: the step's batch.

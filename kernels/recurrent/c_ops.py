@@ -72,12 +72,14 @@ class COps(RecurrentOps):
             betas.data_ptr(),
             _state_address(state),
             mixed.shape[1],
+            decays[0].numel(),
             num_heads,
             num_tokens,
             num_key_heads,
             num_heads,
             key_dim,
             value_dim,
+            decay.dim() == 3,
         )
         require().pagoda_gated_delta_rule(call)
         return output.to(value.dtype)

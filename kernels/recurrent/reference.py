@@ -62,11 +62,12 @@ class ReferenceOps(RecurrentOps):
         dtype, repeats = state.dtype, value.shape[1] // key.shape[1]
         queries = _normed(query.to(dtype)).repeat_interleave(repeats, dim=1) * query.shape[2] ** -0.5
         keys = _normed(key.to(dtype)).repeat_interleave(repeats, dim=1)
-        values, factors, betas = value.to(dtype), decay.to(dtype).exp(), beta.to(dtype)
+        values, betas = value.to(dtype), beta.to(dtype)
+        factors = decay.to(dtype).exp().view(*decay.shape[:2], -1, 1)  # of a head's state, or of each of its rows
         output = torch.zeros_like(value)
 
         def step(past: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-            past = past * factors[tokens, :, None, None]
+            past = past * factors[tokens]
             recalled = (keys[tokens, :, :, None] * past).sum(dim=2)
             change = (values[tokens] - recalled) * betas[tokens, :, None]
             past = past + keys[tokens, :, :, None] * change[:, :, None, :]

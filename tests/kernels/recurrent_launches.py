@@ -24,12 +24,13 @@ def _conv(channels: int, width: int, *, has_bias: bool, silu: bool) -> Launch:
     return launch
 
 
-def _delta_rule(num_key_heads: int, num_heads: int, key_dim: int, value_dim: int) -> Launch:
+def _delta_rule(num_key_heads: int, num_heads: int, key_dim: int, value_dim: int, *decayed: int) -> Launch:
     def launch(metadata: RecurrentMetadata, num_tokens: int, dtype: torch.dtype) -> None:
         keys = torch.zeros(num_tokens, num_key_heads, key_dim, dtype=dtype)
         values = torch.zeros(num_tokens, num_heads, value_dim, dtype=dtype)
-        state, factors = torch.zeros(1, num_heads, key_dim, value_dim), torch.zeros(num_tokens, num_heads)
-        TritonOps().gated_delta_rule(keys, keys, values, factors, factors, state, metadata)
+        state, betas = torch.zeros(1, num_heads, key_dim, value_dim), torch.zeros(num_tokens, num_heads)
+        decays = torch.zeros(num_tokens, num_heads, *decayed)
+        TritonOps().gated_delta_rule(keys, keys, values, decays, betas, state, metadata)
 
     return launch
 
@@ -49,6 +50,7 @@ RECURRENT_MODELS: dict[str, tuple[Launch, ...]] = {
     "Qwen3.5-0.8B": (_conv(6144, 4, has_bias=False, silu=True), _delta_rule(16, 16, 128, 128)),
     "Qwen3-Next-80B-A3B": (_conv(8192, 4, has_bias=False, silu=True), _delta_rule(16, 32, 128, 128)),
     "a delta rule with odd heads": (_delta_rule(2, 6, 96, 80),),
+    "Kimi-Linear-48B-A3B": (_conv(12288, 4, has_bias=False, silu=True), _delta_rule(32, 32, 128, 128, 128)),
     "LFM2-1.2B": (_conv(2048, 3, has_bias=False, silu=False),),
     "Granite-4.0-H-Small": (_conv(8448, 4, has_bias=True, silu=True), _scan(1, 128, 64, 128)),
     "Nemotron-3-Nano": (_conv(6144, 4, has_bias=True, silu=True), _scan(8, 64, 64, 128)),

@@ -32,8 +32,8 @@ def delta_rule_kernel(
     query,  # [num_tokens, NUM_HEADS / HEADS_PER_KEY, KEY_DIM], a token's heads are contiguous
     key,
     value,  # [num_tokens, NUM_HEADS, VALUE_DIM], likewise
-    decay,  # [num_tokens, NUM_HEADS]
-    beta,
+    decay,  # [num_tokens, NUM_HEADS], or [num_tokens, NUM_HEADS, KEY_DIM]
+    beta,  # [num_tokens, NUM_HEADS]
     state,  # [num_slots, NUM_HEADS, KEY_DIM, VALUE_DIM]
     cu_seqlens,
     slots,
@@ -52,6 +52,7 @@ def delta_rule_kernel(
     VALUE_DIM: tl.constexpr,
     BLOCK_KEY: tl.constexpr,  # a power of two, at least KEY_DIM
     BLOCK_VALUE: tl.constexpr,  # columns of a program
+    DECAYS_ROWS: tl.constexpr,  # whether each row of a head's state has a decay of its own
 ):
     """Compute a sequence's tokens with some columns of one head; the grid is [column blocks, heads, sequences]."""
     head, sequence = tl.program_id(1), tl.program_id(2)
@@ -77,9 +78,13 @@ def delta_rule_kernel(
             value_at = head * VALUE_DIM + column
             v = tl.load(value + at * value_stride + value_at, mask=column_mask, other=0.0).to(tl.float32)
             q, k = _normalized(q, eps) * query_scale, _normalized(k, eps)
-            past = past * tl.exp(tl.load(decay + at * NUM_HEADS + head))
+            of_head = at * NUM_HEADS + head
+            if DECAYS_ROWS:
+                past = past * tl.exp(tl.load(decay + of_head * KEY_DIM + row, mask=row_mask, other=0.0))[:, None]
+            else:
+                past = past * tl.exp(tl.load(decay + of_head))
             recalled = tl.sum(k[:, None] * past, axis=0)
-            change = (v - recalled) * tl.load(beta + at * NUM_HEADS + head)
+            change = (v - recalled) * tl.load(beta + of_head)
             past = past + k[:, None] * change[None, :]
             read = tl.sum(q[:, None] * past, axis=0)
             to = output + at * (NUM_HEADS * VALUE_DIM) + value_at

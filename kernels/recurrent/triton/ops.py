@@ -99,6 +99,7 @@ class TritonOps(RecurrentOps):
             VALUE_DIM=value_dim,
             BLOCK_KEY=block_key,
             BLOCK_VALUE=block_value,
+            DECAYS_ROWS=decay.dim() == 3,
             num_warps=1,
             enable_fp_fusion=True,
         )

@@ -68,6 +68,7 @@ class DeltaRule:
     num_heads: int = 4
     key_dim: int = 16
     value_dim: int = 24
+    decays_rows: bool = False  # whether each element of a key has a decay of its own
 
     @property
     def state_shape(self) -> tuple[int, ...]:
@@ -76,7 +77,8 @@ class DeltaRule:
     def tokens(self, count: int, seed: int, dtype: torch.dtype = torch.float32) -> Tokens:
         keys = [_normal(seed + i, count, self.num_key_heads, self.key_dim).to(dtype) for i in range(2)]
         values = _normal(seed + 2, count, self.num_heads, self.value_dim).to(dtype)
-        decay = -_normal(seed + 3, count, self.num_heads).abs()
+        rows = (self.key_dim,) if self.decays_rows else ()
+        decay = -_normal(seed + 3, count, self.num_heads, *rows).abs()
         return *keys, values, decay, _normal(seed + 4, count, self.num_heads).sigmoid()
 
     def __call__(

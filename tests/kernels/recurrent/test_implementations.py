@@ -15,6 +15,7 @@ LENGTHS = [1, 1, 5, 9]
 SIZES = [
     Conv(channels=300),
     DeltaRule(num_key_heads=1, num_heads=2, key_dim=128, value_dim=128),
+    DeltaRule(num_heads=2, key_dim=128, value_dim=128, decays_rows=True),
     Scan(num_groups=1, num_heads=2, head_dim=64, state_size=128),
 ]
 

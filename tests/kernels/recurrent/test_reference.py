@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import Lfm2Config
+from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.lfm2 import modeling_lfm2
 from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.qwen3_5 import modeling_qwen3_5
@@ -29,15 +30,18 @@ def whole(operation: Any, tokens: Tokens, *, starts: bool) -> tuple[torch.Tensor
 
 @pytest.mark.parametrize("starts", [True, False])
 @pytest.mark.parametrize(
-    "rule",
+    ("rule", "operation"),
     [
-        modeling_qwen3_next.torch_recurrent_gated_delta_rule,
-        modeling_qwen3_next.torch_chunk_gated_delta_rule,
-        modeling_qwen3_5.torch_recurrent_gated_delta_rule,
+        (modeling_qwen3_next.torch_recurrent_gated_delta_rule, DeltaRule()),
+        (modeling_qwen3_next.torch_chunk_gated_delta_rule, DeltaRule()),
+        (modeling_qwen3_5.torch_recurrent_gated_delta_rule, DeltaRule()),
+        (modeling_kimi_linear.recurrent_kimi_delta_attention, DeltaRule(num_key_heads=4, decays_rows=True)),
+        (modeling_kimi_linear.chunk_kimi_delta_attention, DeltaRule(num_key_heads=4, decays_rows=True)),
     ],
 )
-def test_the_gated_delta_rule_is_that_of_transformers(rule: Callable[..., Any], starts: bool) -> None:
-    operation = DeltaRule()
+def test_the_gated_delta_rule_is_that_of_transformers(
+    rule: Callable[..., Any], operation: DeltaRule, starts: bool
+) -> None:
     tokens = operation.tokens(LENGTH, seed=10)
     output, before, after = whole(operation, tokens, starts=starts)
     expected, state = rule(

@@ -16,6 +16,7 @@ OPERATIONS = [
     Conv(channels=16, width=2),
     DeltaRule(),
     DeltaRule(num_key_heads=3, num_heads=3, key_dim=8, value_dim=40),
+    DeltaRule(num_heads=2, key_dim=24, value_dim=12, decays_rows=True),
     Scan(),
     Scan(num_groups=1, num_heads=3, head_dim=5, state_size=24),
 ]

@@ -19,8 +19,15 @@ enum { COLUMNS = 32, REGISTERS = COLUMNS / REGISTER_LANES };
 typedef struct {
     const pagoda_delta_rule_call *call;
     float *values;
-    int64_t head, column, count;
+    int64_t head, key_head, column, count;
 } state_slice;
+
+/* What a token has of the slice's head. */
+typedef struct {
+    const float *query, *key, *value;
+    const float *decay; /* the factor of all rows, or of each */
+    float beta;
+} head_input;
 
 /* Divides a query or key by its length, and multiplies it. */
 static void normalize(float *x, int64_t width, float multiplier) {
@@ -37,12 +44,26 @@ static void normalize(float *x, int64_t width, float multiplier) {
 /* Prepares what the heads and slices of a token share. */
 static void prepare_token(void *args, int64_t token) {
     const pagoda_delta_rule_call *call = args;
-    float *head = call->mixed + token * call->stride, *decay = call->decay + token * call->head_stride;
+    float *head = call->mixed + token * call->stride, *decay = call->decay + token * call->decay_stride;
+    const int64_t num_decays = (int64_t)call->num_heads * (call->decays_rows ? call->key_dim : 1);
     const float query_multiplier = 1 / sqrtf((float)call->key_dim);
     for (int64_t i = 0; i < 2 * call->num_key_heads; i++, head += call->key_dim)
         normalize(head, call->key_dim, i < call->num_key_heads ? query_multiplier : 1);
-    for (int64_t i = 0; i < call->num_heads; i += LANES)
-        store_some(decay, false, i, f32x16_exp(load_some(decay, false, i, call->num_heads - i)), call->num_heads - i);
+    for (int64_t i = 0; i < num_decays; i += LANES)
+        store_some(decay, false, i, f32x16_exp(load_some(decay, false, i, num_decays - i)), num_decays - i);
+}
+
+/* A token's input of the slice's head. */
+static head_input input_at(const state_slice *slice, int64_t token) {
+    const pagoda_delta_rule_call *call = slice->call;
+    const int64_t key_dim = call->key_dim, key_width = call->num_key_heads * key_dim;
+    const float *row = call->mixed + token * call->stride, *query = row + slice->key_head * key_dim;
+    return (head_input){
+        .query = query, .key = query + key_width,
+        .value = row + 2 * key_width + slice->head * call->value_dim + slice->column,
+        .decay = call->decay + token * call->decay_stride + slice->head * (call->decays_rows ? key_dim : 1),
+        .beta = call->beta[token * call->beta_stride + slice->head],
+    };
 }
 
 /* Where the slice is in a slot's state. */
@@ -69,76 +90,91 @@ static void write_slice(const state_slice *slice, int64_t slot) {
         memcpy(to, slice->values + row * COLUMNS, (size_t)slice->count * sizeof *to);
 }
 
-/* recalled = key S. */
-static void recall(const float *values, int64_t key_dim, const float *key, f32_register *recalled) {
+/* What a row of the state is multiplied by for a sum with keys: the key, and the row's decay if it has one. */
+INLINE f32_register recalling(const head_input *input, int64_t row, bool decays_rows) {
+    return register_set(decays_rows ? input->key[row] * input->decay[row] : input->key[row]);
+}
+
+/* recalled = key S, or key decay S. */
+INLINE void recall(const float *values, int64_t key_dim, const head_input *input, bool decays_rows,
+                   f32_register *recalled) {
     f32_register sums[REGISTERS] = {0};
     for (int64_t row = 0; row < key_dim; row++, values += COLUMNS)
 #pragma GCC unroll 4
         for (int i = 0; i < REGISTERS; i++)
-            sums[i] = register_fma(register_set(key[row]), register_load(values + i * REGISTER_LANES), sums[i]);
+            sums[i] = register_fma(recalling(input, row, decays_rows), register_load(values + i * REGISTER_LANES), sums[i]);
     memcpy(recalled, sums, sizeof sums);
 }
 
-/* S = factor S + key change; output = query S; and for the token that follows recalled = next_key S. */
-static void update(float *values, int64_t key_dim, float factor, const float *key, const float *query,
-                   const float *next_key, const f32_register *change, f32_register *output, f32_register *recalled) {
-    f32_register read[REGISTERS] = {0}, next[REGISTERS] = {0}, changes[REGISTERS];
+/* S = decay S + key change; output = query S; and what the token that follows recalls. */
+INLINE void update(float *values, int64_t key_dim, const head_input *input, const head_input *next, bool decays_rows,
+                   const f32_register *change, f32_register *output, f32_register *recalled) {
+    f32_register read[REGISTERS] = {0}, sums[REGISTERS] = {0}, changes[REGISTERS];
     memcpy(changes, change, sizeof changes);
     for (int64_t row = 0; row < key_dim; row++, values += COLUMNS)
 #pragma GCC unroll 4
         for (int i = 0; i < REGISTERS; i++) {
             float *at = values + i * REGISTER_LANES;
-            f32_register value = register_fma(register_set(key[row]), changes[i], register_load(at) * factor);
+            f32_register decayed = register_load(at) * input->decay[decays_rows ? row : 0];
+            f32_register value = register_fma(register_set(input->key[row]), changes[i], decayed);
             register_store(at, value);
-            read[i] = register_fma(register_set(query[row]), value, read[i]);
-            next[i] = register_fma(register_set(next_key[row]), value, next[i]);
+            read[i] = register_fma(register_set(input->query[row]), value, read[i]);
+            sums[i] = register_fma(recalling(next, row, decays_rows), value, sums[i]);
         }
     memcpy(output, read, sizeof read);
-    memcpy(recalled, next, sizeof next);
+    memcpy(recalled, sums, sizeof sums);
 }
 
 /* change = beta (value - factor recalled); columns that do not exist have none. */
-static void compute_change(const state_slice *slice, const float *value, float factor, float beta,
-                           const f32_register *recalled, f32_register *change) {
+static void compute_change(const state_slice *slice, const head_input *input, float factor, const f32_register *recalled,
+                           f32_register *change) {
     float values[COLUMNS] = {0};
-    memcpy(values, value, (size_t)slice->count * sizeof *value);
+    memcpy(values, input->value, (size_t)slice->count * sizeof *values);
     for (int i = 0; i < REGISTERS; i++)
-        change[i] = (register_load(values + i * REGISTER_LANES) - recalled[i] * factor) * beta;
+        change[i] = (register_load(values + i * REGISTER_LANES) - recalled[i] * factor) * input->beta;
+}
+
+/* Computes the tokens of a sequence with a slice of its state. */
+INLINE void compute_slice(const state_slice *slice, pagoda_sequence *sequence, bool decays_rows) {
+    const pagoda_delta_rule_call *call = slice->call;
+    f32_register recalled[REGISTERS], change[REGISTERS], output[REGISTERS];
+    head_input input = input_at(slice, sequence->first);
+    recall(slice->values, call->key_dim, &input, decays_rows, recalled);
+    for (int64_t token = sequence->first; token < sequence->end; token++) {
+        head_input next = input_at(slice, min(token + 1, sequence->end - 1)); /* the last one's is not used */
+        compute_change(slice, &input, decays_rows ? 1 : *input.decay, recalled, change);
+        update(slice->values, call->key_dim, &input, &next, decays_rows, change, output, recalled);
+        float *to = call->output + (token * call->num_heads + slice->head) * call->value_dim + slice->column;
+        memcpy(to, output, (size_t)slice->count * sizeof *to);
+        int64_t save_slot = pagoda_save_slot(call->sequences, sequence, token);
+        if (save_slot >= 0) write_slice(slice, save_slot);
+        input = next;
+    }
 }
 
 /* Computes one part: the tokens of one sequence with one slice. */
 static void compute_part(void *args, int64_t index) {
     const pagoda_delta_rule_call *call = args;
-    const int64_t num_slices = divide_up(call->value_dim, COLUMNS), key_dim = call->key_dim;
+    const int64_t num_slices = divide_up(call->value_dim, COLUMNS);
     pagoda_sequence sequence = pagoda_sequence_at(call->sequences, index / num_slices / call->num_heads);
     if (sequence.end <= sequence.first) return;
     state_slice slice = {.call = call, .head = index / num_slices % call->num_heads};
+    slice.key_head = slice.head / (call->num_heads / call->num_key_heads);
     slice.column = index % num_slices * COLUMNS;
     slice.count = min(call->value_dim - slice.column, COLUMNS);
-    slice.values = pagoda_scratch(SCRATCH_STATE, (size_t)(key_dim * COLUMNS) * sizeof *slice.values);
+    slice.values = pagoda_scratch(SCRATCH_STATE, (size_t)(call->key_dim * COLUMNS) * sizeof *slice.values);
     read_slice(&slice, &sequence);
-    const int64_t key_width = call->num_key_heads * key_dim;
-    const int64_t key_head = slice.head / (call->num_heads / call->num_key_heads);
-    const float *query = call->mixed + sequence.first * call->stride + key_head * key_dim, *key = query + key_width;
-    const int64_t to_value = (2 * call->num_key_heads - key_head) * key_dim + slice.head * call->value_dim + slice.column;
-    f32_register recalled[REGISTERS], change[REGISTERS], output[REGISTERS];
-    recall(slice.values, key_dim, key, recalled);
-    for (int64_t token = sequence.first; token < sequence.end; token++, query += call->stride, key += call->stride) {
-        const int64_t at = token * call->head_stride + slice.head;
-        const float *next_key = token + 1 < sequence.end ? key + call->stride : key; /* the last one's is not used */
-        compute_change(&slice, query + to_value, call->decay[at], call->beta[at], recalled, change);
-        update(slice.values, key_dim, call->decay[at], key, query, next_key, change, output, recalled);
-        float *to = call->output + (token * call->num_heads + slice.head) * call->value_dim + slice.column;
-        memcpy(to, output, (size_t)slice.count * sizeof *to);
-        int64_t save_slot = pagoda_save_slot(call->sequences, &sequence, token);
-        if (save_slot >= 0) write_slice(&slice, save_slot);
-    }
+    if (call->decays_rows)
+        compute_slice(&slice, &sequence, true);
+    else
+        compute_slice(&slice, &sequence, false);
     write_slice(&slice, sequence.slot);
 }
 
 void pagoda_gated_delta_rule(const pagoda_delta_rule_call *call) {
-    int64_t key_elements = (int64_t)call->num_tokens * 2 * call->num_key_heads * call->key_dim;
-    pagoda_for_each_row(call->num_tokens, key_elements, prepare_token, (void *)call);
+    int64_t elements = (int64_t)call->num_tokens * 2 * call->num_key_heads * call->key_dim;
+    if (call->decays_rows) elements += (int64_t)call->num_tokens * call->num_heads * call->key_dim;
+    pagoda_for_each_row(call->num_tokens, elements, prepare_token, (void *)call);
     int64_t num_slices = divide_up(call->value_dim, COLUMNS);
     pagoda_parallel_for(call->sequences->num_seqs * call->num_heads * num_slices, compute_part, (void *)call);
 }

@@ -10,11 +10,13 @@ typedef struct {
     float *output; /* [num_tokens, num_heads, value_dim] */
     float *mixed;  /* [num_tokens, queries | keys | values], `stride` from one token to the next; queries and keys,
                     * [num_key_heads, key_dim] each, are normalized in place */
-    float *decay;  /* [num_tokens, num_heads], `head_stride` from one token to the next: replaced by its exponential */
-    const float *beta; /* likewise, as it is */
+    float *decay;  /* [num_tokens, num_heads], with decays_rows [num_tokens, num_heads, key_dim]: of each row of a head's
+                    * state; `decay_stride` from one token to the next: replaced by its exponential */
+    const float *beta; /* [num_tokens, num_heads], `beta_stride` from one token to the next */
     float *state;      /* [slots, num_heads, key_dim, value_dim] */
-    int64_t stride, head_stride;
+    int64_t stride, decay_stride, beta_stride;
     int32_t num_tokens, num_key_heads, num_heads, key_dim, value_dim;
+    int32_t decays_rows;
 } pagoda_delta_rule_call;
 
 /* For each token and head S = e^decay S, S += k (beta (v - k S)), output = q S, and updates the states. Queries and keys

@@ -106,8 +106,8 @@ static void compute_gated_delta(const mixer *mixer) {
     pagoda_delta_rule_call rule = {
         .sequences = mixer->call->sequences, .output = mixer->call->mixed, .mixed = mixer->call->wide,
         .decay = from_element(mixer, step), .beta = from_element(mixer, step - layer->num_heads),
-        .state = mixer->call->state, .stride = mixer->stride, .head_stride = mixer->stride,
-        .num_tokens = mixer->call->rows->num_rows, .num_key_heads = layer->num_groups, .num_heads = layer->num_heads,
+        .state = mixer->call->state, .stride = mixer->stride, .decay_stride = mixer->stride,
+        .beta_stride = mixer->stride, .num_tokens = mixer->call->rows->num_rows, .num_key_heads = layer->num_groups, .num_heads = layer->num_heads,
         .key_dim = layer->state_size, .value_dim = layer->head_dim,
     };
     pagoda_gated_delta_rule(&rule);
