@@ -11,7 +11,7 @@ import os
 import random
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import httpx
@@ -20,7 +20,7 @@ import psutil
 from tests.e2e.connections import channel_connections, cut
 from tests.e2e.load import Report
 from tests.e2e.server import Server, by_replica
-from tests.waiting import HANG_S, until_async
+from tests.waiting import HANG_S, until, until_async
 
 MIGRATIONS = "pagoda_request_migrations_total"
 RECONNECTIONS = "pagoda_channel_reconnections_total"
@@ -51,17 +51,39 @@ def num_lost(server: Server) -> int:
 
 
 @contextmanager
-def stopped_engines(server: Server) -> Iterator[None]:
-    """Stop all engines while the block runs, so that they cannot be faster than the test on any machine."""
-    pids = server.engine_pids().values()
-    assert pids
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
+def stopped_engines(server: Server) -> Iterator[Callable[[], None]]:
+    """Stop all engines while the block runs, so that they cannot be faster than the test on any machine.
+
+    Yields a function that lets them go on for a moment, measured by their own processor time: called until a stream
+    has begun, it leaves most of the stream's tokens uncomputed, however slow the test is.
+    """
+    engines = [psutil.Process(pid) for pid in server.engine_pids().values()]
+    assert engines
+
+    def signal_all(number: int) -> None:
+        for engine in engines:
+            os.kill(engine.pid, number)
+
+    def go_on() -> None:
+        before = [_cpu_seconds(engine) for engine in engines]
+        signal_all(signal.SIGCONT)
+        until(
+            lambda: any(_cpu_seconds(engine) > seconds for engine, seconds in zip(engines, before, strict=True)),
+            "an engine computes",
+            pause_s=0.001,
+        )
+        signal_all(signal.SIGSTOP)
+
+    signal_all(signal.SIGSTOP)
     try:
-        yield
+        yield go_on
     finally:
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
+        signal_all(signal.SIGCONT)
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)  # in steps of a hundredth
 
 
 def num_unfinished(server: Server) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,35 +56,37 @@ async def test_requests_beyond_the_queue_are_rejected_at_once(small_server: Serv
     await small_server.until_idle()
 
 
-async def _read_until_first_token(lines: AsyncIterator[str]) -> None:
-    async for line in lines:
-        if line.startswith("data: {"):
-            return
-
-
-@asynccontextmanager
-async def _full_batch(client: httpx.AsyncClient) -> AsyncIterator[None]:
-    """Take all slots of running requests with streams that are as long as the context."""
+async def _begun(go_on: Callable[[], None], streams: AsyncExitStack, client: httpx.AsyncClient) -> AsyncIterator[str]:
+    """Open a stream as long as the context in stopped engines, which go on until its first token; return its lines."""
     body = {"prompt": "Endless", "max_tokens": 1900, "ignore_eos": True, "stream": True}
-    async with AsyncExitStack() as streams:
-        lines = []  # a generator that is dropped would close its stream
-        for _ in range(MAX_RUNNING):
-            answer = await streams.enter_async_context(client.stream("POST", "/v1/completions", json=body))
-            lines.append(answer.aiter_lines())
-            await _read_until_first_token(lines[-1])
-        yield
+
+    async def begin() -> AsyncIterator[str]:
+        answer = await streams.enter_async_context(client.stream("POST", "/v1/completions", json=body))
+        lines = answer.aiter_lines()
+        async for line in lines:
+            if line.startswith("data: {"):
+                break
+        return lines
+
+    beginning = asyncio.create_task(begin())
+    while not beginning.done():
+        await asyncio.to_thread(go_on)
+        await asyncio.sleep(0)
+    return await beginning
 
 
 async def test_low_priorities_are_rejected_to_make_room(small_server: Server) -> None:
     """The engine is stopped until it has been sent all requests, so that no running stream has ended by then."""
     async with _client(small_server) as client:
-        async with _full_batch(client):
-            with stopped_engines(small_server):
+        async with AsyncExitStack() as streams:
+            with stopped_engines(small_server) as go_on:
+                running = [await _begun(go_on, streams, client) for _ in range(MAX_RUNNING)]  # dropped ones would close
                 low = [asyncio.create_task(_post(client, max_tokens=1, priority=-1)) for _ in range(MAX_WAITING)]
                 await until_unfinished(small_server, MAX_RUNNING + MAX_WAITING)
                 high = asyncio.create_task(_post(client, max_tokens=1, priority=1))
                 await until_unfinished(small_server, MAX_RUNNING + MAX_WAITING + 1)
             await asyncio.wait(low, return_when=asyncio.FIRST_COMPLETED)
+            del running
         statuses = sorted([answer.status for answer in await asyncio.gather(*low)])
         assert (await high).status == 200
     assert statuses == [200, 200, 503]
@@ -94,12 +96,9 @@ async def test_low_priorities_are_rejected_to_make_room(small_server: Server) ->
 @pytest.mark.exhaustive("waits for a minute; in CI test_dispatcher.py frees the blocks of a request at its deadline")
 async def test_a_request_past_its_deadline_ends_and_frees_its_blocks(small_server: Server) -> None:
     """The engine is stopped meanwhile, so that it cannot finish in time on any machine."""
-    body = {"prompt": "Endless", "max_tokens": 1900, "ignore_eos": True}
-    streamed = body | {"stream": True}
-    async with _client(small_server) as client, client.stream("POST", "/v1/completions", json=streamed) as answer:
-        lines = answer.aiter_lines()
-        await _read_until_first_token(lines)
-        with stopped_engines(small_server):
+    async with _client(small_server) as client, AsyncExitStack() as streams:
+        with stopped_engines(small_server) as go_on:
+            lines = await _begun(go_on, streams, client)
             whole = asyncio.create_task(_post(client, max_tokens=1))
             rest = [line async for line in lines if line]
             late = await whole
