@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from benchmarks.gpu.sizes import RecurrentShape
 from kernels.recurrent.base import RecurrentOps
-from kernels.recurrent.metadata import RecurrentMetadata
+from kernels.recurrent_metadata import RecurrentMetadata
 
 __all__ = ["Chunk", "Operation", "Tokens", "batch_of", "operations", "random_states"]
 

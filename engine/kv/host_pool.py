@@ -13,7 +13,7 @@ held twice, on the device and here. It is reused before all others, and is not c
 A step may evict more blocks than there are pages. Then it reuses pages that it has just stored, the first one first. A
 chain is evicted from its end, so its beginning remains, which can be hit. Only the last block of a page is copied.
 
-The pool knows numbers, names and reference counts. ``KVCache`` holds the memory itself and copies it.
+The pool knows numbers, names and reference counts. ``PageMemory`` holds the memory itself and copies it.
 """
 
 from __future__ import annotations

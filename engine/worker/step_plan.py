@@ -16,7 +16,7 @@ from engine.kv.page_maps import PageMap
 from kernels.attention_metadata import AttentionMetadata
 from kernels.cache.pending_tokens import take_pending_tokens
 from kernels.device_copy import to_device_together
-from kernels.recurrent.metadata import RecurrentMetadata
+from kernels.recurrent_metadata import RecurrentMetadata
 
 __all__ = ["ModelInput", "RecurrentPlan", "StepPlan", "WindowPlan"]
 

@@ -13,7 +13,7 @@ import torch
 from engine.config import EngineConfig
 from engine.worker.step_plan import ModelInput
 from kernels.attention_metadata import AttentionMetadata, leading_decodes
-from kernels.recurrent.metadata import RecurrentMetadata
+from kernels.recurrent_metadata import RecurrentMetadata
 
 __all__ = ["largest_step", "one_sequence"]
 

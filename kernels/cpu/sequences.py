@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels.cpu.bindings import CSequences
-from kernels.recurrent.metadata import RecurrentMetadata
+from kernels.recurrent_metadata import RecurrentMetadata
 
 __all__ = ["CpuSequences"]
 

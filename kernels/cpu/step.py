@@ -14,7 +14,7 @@ from kernels.cpu.library import require
 from kernels.cpu.linear import PackedLinear
 from kernels.cpu.scratch import Scratch
 from kernels.cpu.sequences import CpuSequences
-from kernels.recurrent.metadata import RecurrentMetadata
+from kernels.recurrent_metadata import RecurrentMetadata
 
 __all__ = ["CpuStep", "add_attention", "add_mlp", "all_layers", "logits", "mixer_half", "mlp_half"]
 

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from kernels.recurrent.metadata import RecurrentMetadata
+from kernels.recurrent_metadata import RecurrentMetadata
 
 __all__ = ["RecurrentOps"]
 

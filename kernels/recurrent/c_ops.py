@@ -14,7 +14,7 @@ from kernels.cpu.bindings import CConvCall, CDeltaRuleCall, CScanCall, address
 from kernels.cpu.library import require
 from kernels.cpu.sequences import CpuSequences
 from kernels.recurrent.base import RecurrentOps
-from kernels.recurrent.metadata import RecurrentMetadata
+from kernels.recurrent_metadata import RecurrentMetadata
 
 __all__ = ["COps"]
 

@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from kernels.recurrent.base import RecurrentOps
-from kernels.recurrent.metadata import RecurrentMetadata
+from kernels.recurrent_metadata import RecurrentMetadata
 
 __all__ = ["ReferenceOps"]
 

@@ -15,7 +15,7 @@ from engine.scheduling.scheduler_output import SchedulerOutput
 from engine.sequence import Sequence
 from engine.worker.step_plan import ModelInput
 from engine.worker.step_planner import StepPlanner
-from kernels.recurrent.metadata import RecurrentMetadata
+from kernels.recurrent_metadata import RecurrentMetadata
 from tests.engine.shadow import ShadowRunner
 
 __all__ = ["PlanChecks", "packed"]

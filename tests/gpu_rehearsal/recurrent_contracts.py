@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from kernels.recurrent.metadata import RecurrentMetadata
 from kernels.recurrent.reference import ReferenceOps
+from kernels.recurrent_metadata import RecurrentMetadata
 from tests.gpu_rehearsal.kernel_contracts import Compute, Contract, plain, require, require_tensor
 
 __all__ = ["CONTRACTS"]

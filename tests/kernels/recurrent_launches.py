@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from kernels.recurrent.metadata import RecurrentMetadata
 from kernels.recurrent.triton.ops import TritonOps
+from kernels.recurrent_metadata import RecurrentMetadata
 
 __all__ = ["RECURRENT_MODELS", "run_recurrent"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 __all__ = ["CONDITIONAL", "NOT_TEXT_ONLY", "REFUSED", "REFUSED_TEXT_PARTS", "UNKNOWN", "reason_of"]
 
-_RECURRENT = "its recurrent layers keep a state that is not in the KV cache"
-_CONVOLUTIONAL = "its convolutional layers keep a state that is not in the KV cache"
+_RECURRENT = "its recurrent layers are of a kind that is not computed"
+_CONVOLUTIONAL = "its convolutional layers are of a kind that is not computed"
 _LATENT = "its latent attention (MLA) has keys and values of different sizes, which the KV cache does not hold"
 _INDEXED = "its sparse attention chooses keys by an index of its own, which the KV cache does not hold"
 _SHARED_KV = "its layers share keys and values, and differ in the size of their heads"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from engine.kv.kv_cache import KVCache
 from kernels.attention.base import AttentionBackend
 from kernels.attention_metadata import AttentionMetadata
-from kernels.recurrent.metadata import RecurrentMetadata
+from kernels.recurrent_metadata import RecurrentMetadata
 
 __all__ = ["ForwardContext"]
 

@@ -24,7 +24,7 @@ from engine.kv.page_maps import PageMap
 from engine.worker.step_plan import ModelInput, StepPlan
 from kernels.attention_metadata import AttentionMetadata
 from kernels.device_copy import host_words
-from kernels.recurrent.metadata import RecurrentMetadata
+from kernels.recurrent_metadata import RecurrentMetadata
 
 __all__ = ["MAX_CHANGES", "StaticInputs", "make_slab"]
 

@@ -10,10 +10,10 @@ import torch
 import triton
 
 from kernels.recurrent.base import RecurrentOps
-from kernels.recurrent.metadata import RecurrentMetadata
 from kernels.recurrent.triton.conv import conv_other_tokens_kernel, conv_sequence_kernel
 from kernels.recurrent.triton.delta_rule import delta_rule_kernel
 from kernels.recurrent.triton.scan import scan_kernel
+from kernels.recurrent_metadata import RecurrentMetadata
 
 __all__ = ["TritonOps"]
 

@@ -16,8 +16,8 @@ from kernels.cpu.linear import WeightKind, has_int8
 from kernels.cpu.recurrent_layer import PackedRecurrent, RecurrentKind, RecurrentSizes
 from kernels.cpu.scratch import Scratch
 from kernels.cpu.step import CpuStep, all_layers, mixer_half, mlp_half
-from kernels.recurrent.metadata import RecurrentMetadata
 from kernels.recurrent.reference import ReferenceOps
+from kernels.recurrent_metadata import RecurrentMetadata
 
 HIDDEN = 48
 EPS = 1e-6

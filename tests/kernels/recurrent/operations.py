@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from kernels.recurrent.base import RecurrentOps
-from kernels.recurrent.metadata import RecurrentMetadata
+from kernels.recurrent_metadata import RecurrentMetadata
 
 __all__ = ["Chunk", "Conv", "DeltaRule", "Operation", "Scan", "Tokens", "new_states", "run_step"]
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kernels.recurrent.base import RecurrentOps
-from kernels.recurrent.metadata import RecurrentMetadata
 from kernels.recurrent.reference import ReferenceOps
+from kernels.recurrent_metadata import RecurrentMetadata
 from tests.kernels.recurrent.operations import Chunk, Conv, DeltaRule, Operation, Scan, Tokens, new_states, run_step
 
 OPERATIONS = [

@@ -16,7 +16,7 @@ from engine.models.decoder.forward_context import ForwardContext
 from kernels.attention.base import AttentionBackend
 from kernels.attention.cpu_backend import CpuBackend
 from kernels.attention_metadata import AttentionMetadata, leading_decodes
-from kernels.recurrent.metadata import RecurrentMetadata
+from kernels.recurrent_metadata import RecurrentMetadata
 
 BLOCK_SIZE = 4
 Chunk = tuple[int, int, int]  # of a sequence: its index, and its first and last token, the last excluded

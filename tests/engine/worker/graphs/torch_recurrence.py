@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional as F
 
-from kernels.recurrent.metadata import RecurrentMetadata
 from kernels.recurrent.reference import ReferenceOps, _normed
+from kernels.recurrent_metadata import RecurrentMetadata
 
 __all__ = ["TorchRecurrence"]
 

@@ -21,7 +21,7 @@ from engine.models.decoder.cpu_decoder import CpuDecoder
 from engine.models.decoder.decoder import Decoder
 from engine.models.tensor_parallel import TensorParallel
 from kernels.cpu.library import library
-from kernels.recurrent.metadata import RecurrentMetadata
+from kernels.recurrent_metadata import RecurrentMetadata
 from tests.engine.models.adapter import packed_steps
 from tests.engine.models.adapter.packed_steps import packed_logits
 from tests.engine.models.decoder.recurrent.conftest import STEPS, Saved, make_sequences
