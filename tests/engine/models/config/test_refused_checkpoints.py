@@ -20,7 +20,7 @@ OWN_CODE = {"auto_map": {"AutoConfig": "configuration.Config"}}
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
 ODD_FORMAT = {"quantization_config": {"quant_method": "of-its-own"}}
 
-RECURRENT, MLA = "its recurrent layers keep a state", r"its latent attention \(MLA\)"
+RECURRENT, MLA = "its recurrent layers are of a kind", r"its latent attention \(MLA\)"
 NOT_COMPARED = "it also takes images or sound, and no test has compared its text part"
 INDEXED, SHARED = "its sparse attention chooses keys by an index", "its layers share keys and values"
 NO_CLASS = "transformers has no class of this name, and code of a checkpoint's own is never run"
