@@ -24,6 +24,7 @@ from engine.models.checkpoint.formats.gguf import gguf_entries
 from engine.models.checkpoint.formats.table import Entry, group_weights
 from engine.models.checkpoint.own_memory import own_memory
 from engine.models.checkpoint.packed_weight import PackedWeight, Scratch, read_packed
+from engine.models.checkpoint.plain_tensor import PLAIN_DTYPES, read_plain
 from engine.models.checkpoint.safetensors_header import StoredTensor
 from engine.models.checkpoint.shard_index import is_listed, join_shards, read_index
 from engine.models.checkpoint.sharding import Shard
@@ -36,11 +37,8 @@ from engine.models.gguf.file import is_gguf, open_gguf
 
 __all__ = ["Checkpoint", "open_checkpoint"]
 
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 logger = logging.getLogger(__name__)
 
-_CONVERTED_BYTES = 2**20  # read and converted at once: few enough to stay in a processor's cache
-_TRANSPOSED_BYTES = 2**17  # fewer, because the memory that is written is not contiguous
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -85,7 +83,7 @@ class Checkpoint:
     def dtype_of(self, name: str) -> torch.dtype:
         """Return a tensor's dtype, which is a floating-point one; that of a quantised weight's values is float32."""
         stored = self._stored[name]
-        return torch.float32 if isinstance(stored, PackedWeight) else _DTYPES[stored.dtype]
+        return torch.float32 if isinstance(stored, PackedWeight) else PLAIN_DTYPES[stored.dtype]
 
     def is_packed(self, name: str) -> bool:
         """Return whether a weight is stored in a quantised format, and dequantised when it is read."""
@@ -94,15 +92,15 @@ class Checkpoint:
     def has_floats(self, name: str) -> bool:
         """Return whether a weight has floating-point numbers that can be read."""
         stored = self._stored[name]
-        return isinstance(stored, PackedWeight) or stored.dtype in _DTYPES
+        return isinstance(stored, PackedWeight) or stored.dtype in PLAIN_DTYPES
 
     @property
     def main_dtype(self) -> torch.dtype:
         """The floating-point dtype that most of the stored bytes have; float32 if there is none."""
         num_bytes: Counter[torch.dtype] = Counter()
         for stored in self._stored.values():
-            if isinstance(stored, StoredTensor) and stored.dtype in _DTYPES:
-                num_bytes[_DTYPES[stored.dtype]] += stored.stop - stored.start
+            if isinstance(stored, StoredTensor) and stored.dtype in PLAIN_DTYPES:
+                num_bytes[PLAIN_DTYPES[stored.dtype]] += stored.stop - stored.start
         return max(num_bytes, key=num_bytes.__getitem__, default=torch.float32)
 
     @property
@@ -143,7 +141,7 @@ class Checkpoint:
     def require_floats(self, name: str) -> None:
         """Raise ModelLoadError unless a tensor has floating-point numbers of a type that can be read."""
         stored = self._stored[name]
-        if isinstance(stored, StoredTensor) and stored.dtype not in _DTYPES:
+        if isinstance(stored, StoredTensor) and stored.dtype not in PLAIN_DTYPES:
             raise ModelLoadError(
                 f"'{name}' of '{stored.path}' has the dtype {stored.dtype}, and with the tensors beside it is not a "
                 "weight of a known format; give the checkpoint in bf16, fp16 or fp32, or in one of the formats that "
@@ -164,7 +162,7 @@ class Checkpoint:
             values = own_memory(tuple(shape), torch.float32)
             self.read_into(values, name, shard)
             return values
-        dtype = _DTYPES[stored.dtype]
+        dtype = PLAIN_DTYPES[stored.dtype]
         with self._named(name):
             memory = self._files.map(stored)
         if stored.start % dtype.itemsize:  # torch and C want aligned numbers
@@ -190,64 +188,11 @@ class Checkpoint:
             ModelLoadError: if a file cannot be read to the end of the tensor, or a quantised weight has invalid parts.
         """
         stored = self._stored[name]
-        if isinstance(stored, PackedWeight):
-            with self._named(name):
-                return read_packed(self._files, stored, out, shard, self._scratch)
-        self._read_plain(out, stored, name, shard)
-        return False
-
-    def _read_plain(self, out: torch.Tensor, stored: StoredTensor, name: str, shard: Shard | None) -> None:
-        if stored.is_transposed:
-            self._read_transposed(out, stored, name, shard)
-            return
-        dtype = _DTYPES[stored.dtype]
-        rows = out if out.dim() else out.view(1)
-        first, row_shape, columns = 0, rows.shape[1:], slice(None)
-        if shard is not None and shard.dim == 0:
-            first = shard.index * shard.full + shard.start
-        elif shard is not None:  # columns of all rows
-            first, row_shape, columns = (
-                shard.index * len(rows),
-                torch.Size([shard.full]),
-                slice(shard.start, shard.stop),
-            )
-        if out.device.type == "cpu" and out.dtype == dtype and row_shape == rows.shape[1:]:
-            self._read_rows(rows, stored, name, first)
-            return
-        num_rows = max(1, _CONVERTED_BYTES // (row_shape.numel() * dtype.itemsize or 1))
-        scratch = torch.empty([min(num_rows, len(rows)), *row_shape], dtype=dtype)
-        for start in range(0, len(rows), num_rows):
-            part = rows[start : start + num_rows]
-            read = scratch[: len(part)]
-            self._read_rows(read, stored, name, first + start)
-            part.copy_(read if row_shape == part.shape[1:] else read[:, columns])
-
-    def _read_transposed(self, out: torch.Tensor, stored: StoredTensor, name: str, shard: Shard | None) -> None:
-        """Fill ``out`` with matrices that are stored as [columns, rows]: all of them, or the ``shard`` of one."""
-        num_rows, num_columns = stored.shape[-2:]
-        rows, columns, first = slice(None), range(num_columns), 0
-        if shard is not None:
-            first = shard.index
-            if shard.dim == 0:
-                rows = slice(shard.start, shard.stop)
-            else:
-                columns = columns[shard.start : shard.stop]
-        dtype = _DTYPES[stored.dtype]
-        at_once = max(1, _TRANSPOSED_BYTES // (num_rows * dtype.itemsize or 1))
-        scratch = torch.empty([min(at_once, len(columns)), num_rows], dtype=dtype)
-        for index, matrix in enumerate(out if out.dim() == 3 else out[None], first):
-            for start in range(0, len(columns), at_once):
-                part = matrix[:, start : start + at_once]
-                read = scratch[: part.shape[1]]
-                self._read_rows(read, stored, name, index * num_columns + columns[start])
-                part.copy_(read[:, rows].T)
-
-    def _read_rows(self, out: torch.Tensor, stored: StoredTensor, name: str, first: int) -> None:
-        """Fill ``out``, contiguous, on the CPU and of the stored dtype, with rows of a tensor from ``first`` on."""
-        row_bytes = math.prod(out.shape[1:]) * out.itemsize
         with self._named(name):
-            memory = out.flatten().view(torch.uint8).numpy().data
-            self._files.read_into(memory, stored, first * row_bytes)
+            if isinstance(stored, PackedWeight):
+                return read_packed(self._files, stored, out, shard, self._scratch)
+            read_plain(self._files, stored, out, shard)
+        return False
 
     @contextmanager
     def _named(self, name: str) -> Iterator[None]:

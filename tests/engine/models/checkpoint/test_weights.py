@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 from engine.errors import ModelLoadError
-from engine.models.checkpoint import checkpoint as checkpoint_module
+from engine.models.checkpoint import plain_tensor
 from engine.models.checkpoint import progress, read_ahead
 from engine.models.checkpoint import tensor_files as module
 from engine.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
@@ -118,7 +118,7 @@ def test_a_tied_head_is_the_embedding_itself(qwen3: SavedModel, dtype: torch.dty
 def test_a_ranks_rows_are_read_as_they_are_mapped(
     family: SavedModel, dtype: torch.dtype, converted_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_module, "_CONVERTED_BYTES", converted_bytes)
+    monkeypatch.setattr(plain_tensor, "_CONVERTED_BYTES", converted_bytes)
     config = ModelConfig.from_hf(load_hf_config(family.path))
     num_checked = 0
     with open_checkpoint(family.path) as checkpoint:

@@ -96,7 +96,7 @@ def test_experts_of_either_orientation_are_read_alike(published: Published, tmp_
 def test_a_rank_reads_its_part_of_experts_that_are_turned(
     published: Published, shard: Shard, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.models.checkpoint.checkpoint._TRANSPOSED_BYTES", at_once)
+    monkeypatch.setattr("engine.models.checkpoint.plain_tensor._TRANSPOSED_BYTES", at_once)
     saved = published("qwen3-vl-moe")
     whole = saved.model.get_parameter(in_file(GATE_UP)).detach()[shard.index]
     want = whole.narrow(shard.dim, shard.start, shard.stop - shard.start).to(torch.bfloat16)
