@@ -18,8 +18,7 @@ from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 from engine.errors import ModelLoadError
-from engine.models.checkpoint import plain_tensor
-from engine.models.checkpoint import progress, read_ahead
+from engine.models.checkpoint import plain_tensor, progress, read_ahead
 from engine.models.checkpoint import tensor_files as module
 from engine.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from engine.models.checkpoint.sharding import Shard, shard_of
