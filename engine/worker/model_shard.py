@@ -41,7 +41,14 @@ logger = logging.getLogger(__name__)
 
 MAX_PREALLOCATED_TOKENS = 4096  # of a step on a CPU: larger steps are rare, so their memory is not preallocated
 # AWQ and GPTQ checkpoints are often in float16, whatever the model had.
-_TOO_LARGE_FOR_FLOAT16 = {"GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Glm4ForCausalLM"}
+_TOO_LARGE_FOR_FLOAT16 = {
+    "GemmaForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "Gemma4ForCausalLM",
+    "Gemma4UnifiedForCausalLM",
+    "Glm4ForCausalLM",
+}
 PROMPT_LOGITS_AT_ONCE = 64  # float32 logits of a whole prompt would take gigabytes
 
 

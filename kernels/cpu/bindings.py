@@ -157,8 +157,8 @@ class CLayer(ctypes.Structure):
         *_fields(_POINTER, "input_norm", "post_attention_norm", "attention_output_norm", "mlp_output_norm"),
         *_fields(_POINTER, "query_norm", "key_norm", "rope", "experts", "recurrent"),
         *_fields(_INT32, "num_heads", "num_kv_heads", "head_dim", "gate_width", "hidden_size", "intermediate_size"),
-        *_fields(_INT32, "sliding_window", "is_bf16", "norms_all_heads", "activation"),
-        *_fields(_FLOAT, "eps", "scale", "softcap", "residual_multiplier"),
+        *_fields(_INT32, "sliding_window", "is_bf16", "norms_all_heads", "norms_values", "activation"),
+        *_fields(_FLOAT, "eps", "scale", "softcap", "residual_multiplier", "output_scale"),
     )
 
 
@@ -191,7 +191,7 @@ _LAYER, _STEP, _POINTERS = ctypes.POINTER(CLayer), ctypes.POINTER(CStep), ctypes
 
 # Name: what it returns (None: nothing), and its arguments; in the order of csrc's headers.
 FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
-    "pagoda_add_to_residual": (None, (_POINTER, _POINTER, _INT32, _INT32, _POINTER, _FLOAT, _FLOAT)),
+    "pagoda_add_to_residual": (None, (_POINTER, _POINTER, _INT32, _INT32, _POINTER, *(_FLOAT,) * 3)),
     "pagoda_all_finite": (_INT32, (_POINTER, _INT64, _INT32)),
     "pagoda_argmax": (None, (_POINTER, _POINTER, _POINTER, _INT64, _INT64, _INT64)),
     "pagoda_attention": (None, (_CALL,)),

@@ -33,6 +33,8 @@ class LayerShape:
         has_mlp_gate: the feed-forward is gated; else it squares what a ReLU leaves, whatever ``activation`` says.
         scale: of attention's scores; None: head_dim ** -0.5.
         softcap: C of C * tanh(score / C), which replaces each score of the attention.
+        stores: the layer has keys and values of its own; else it reads those that another one caches.
+        norms_values: values are divided by the root mean square of their head.
         norms_all_heads: the norms of queries and keys are over all heads of a token together.
         residual_multiplier: of what each half adds to the hidden states.
     """
@@ -49,6 +51,8 @@ class LayerShape:
     mlp_bias: bool
     scale: float | None = None
     softcap: float | None = None
+    stores: bool = True
+    norms_values: bool = False
     norms_all_heads: bool = False
     activation: Activation = "silu"
     residual_multiplier: float = 1.0
@@ -69,6 +73,7 @@ class PackedLayer:
         gate_up: the feed-forward's two input layers; panels of 16 outputs alternate between gate and up. Without a gate
             there is only up.
         intermediate_size: features between gate_up and down, padded with zeros to whole panels.
+        stores: whether the layer writes the keys and values that it reads.
         experts: which replace gate_up and down if they are set.
         recurrent: which replaces attention, or is computed beside it if there are heads.
     """
@@ -77,7 +82,8 @@ class PackedLayer:
         heads, kv_heads, head_dim, hidden = shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.hidden_size
         self.intermediate_size = -(-shape.intermediate_size // LANES) * LANES
         gate_width, halves = heads * head_dim if shape.gates_attention else 0, 2 if shape.has_mlp_gate else 1
-        num_qkv = gate_width + (heads + 2 * kv_heads) * head_dim
+        self.stores = shape.stores
+        num_qkv = gate_width + (heads + 2 * kv_heads * shape.stores) * head_dim
         self.qkv = PackedLinear(kind, hidden, num_qkv, has_bias=shape.qkv_bias)
         self.output = PackedLinear(kind, heads * head_dim, hidden, has_bias=shape.output_bias)
         self.gate_up = PackedLinear(kind, hidden, halves * self.intermediate_size, has_bias=shape.mlp_bias)
@@ -99,11 +105,13 @@ class PackedLayer:
             sliding_window=shape.sliding_window or 0,
             is_bf16=cache_dtype == torch.bfloat16,
             norms_all_heads=shape.norms_all_heads,
+            norms_values=shape.norms_values,
             activation=_ACTIVATIONS[shape.activation] if shape.has_mlp_gate else _RELU_SQUARED,
             eps=shape.norm_eps,
             scale=(head_dim or 1) ** -0.5 if shape.scale is None else shape.scale,
             softcap=shape.softcap or 0.0,
             residual_multiplier=shape.residual_multiplier,
+            output_scale=1.0,
         )
 
     @property
@@ -136,6 +144,12 @@ class PackedLayer:
         assert name != "mlp_output_norm" or self.experts is None, "experts have no output norm"
         self._norms[name] = weight.float().contiguous()  # the structure has its address only
         setattr(self.c_layer, name, self._norms[name].data_ptr())
+
+    def set_output_scale(self, scale: float) -> None:
+        """Set what the residual stream is multiplied by after the feed-forward."""
+        assert self.has_mlp
+        assert self.experts is None, "experts do not scale the residual stream"
+        self.c_layer.output_scale = scale
 
     def set_experts(self, experts: PackedExperts) -> None:
         """Let experts compute the feed-forward; the layer's own ``intermediate_size`` is then usually 0."""

@@ -76,10 +76,10 @@ class CpuStep:
             scratch.mixed.data_ptr(),
         )
 
-    def paging(self, layer: PackedLayer) -> tuple[int, int]:
-        """Return where the slots and the block tables of a layer's keys and values are."""
+    def paging(self, layer: PackedLayer) -> tuple[int | None, int]:
+        """Return where the slots, if it stores, and the block tables of a layer's keys and values are."""
         metadata = self._metadata.get(layer.c_layer.sliding_window, self._metadata[0])
-        return metadata.slot_mapping.data_ptr(), metadata.block_tables.data_ptr()
+        return metadata.slot_mapping.data_ptr() if layer.stores else None, metadata.block_tables.data_ptr()
 
 
 def mixer_half(layer: PackedLayer, step: CpuStep, caches: Iterable[Sequence[torch.Tensor]]) -> None:
@@ -104,21 +104,21 @@ def mlp_half(layer: PackedLayer, step: CpuStep) -> None:
 
 def add_attention(layer: PackedLayer, hidden: torch.Tensor, attended: torch.Tensor) -> None:
     """Add to the hidden states what the ranks' attention halves wrote to their addends, summed."""
-    _add(layer, hidden, attended, layer.c_layer.attention_output_norm)
+    _add(layer, hidden, attended, layer.c_layer.attention_output_norm, 1.0)
 
 
 def add_mlp(layer: PackedLayer, hidden: torch.Tensor, computed: torch.Tensor) -> None:
     """Add to the hidden states what the ranks' feed-forward halves wrote to their addends, summed."""
-    _add(layer, hidden, computed, layer.c_layer.mlp_output_norm)
+    _add(layer, hidden, computed, layer.c_layer.mlp_output_norm, layer.c_layer.output_scale)
 
 
-def _add(layer: PackedLayer, hidden: torch.Tensor, addend: torch.Tensor, norm: int | None) -> None:
+def _add(layer: PackedLayer, hidden: torch.Tensor, addend: torch.Tensor, norm: int | None, scale: float) -> None:
     assert hidden.is_contiguous()
     assert addend.is_contiguous()
     assert hidden.dtype == addend.dtype == torch.float32
     shape = layer.c_layer
     require().pagoda_add_to_residual(
-        hidden.data_ptr(), addend.data_ptr(), *hidden.shape, norm, shape.eps, shape.residual_multiplier
+        hidden.data_ptr(), addend.data_ptr(), *hidden.shape, norm, shape.eps, shape.residual_multiplier, scale
     )
 
 

@@ -6,9 +6,13 @@ On a CPU torch computes expert by expert, and kernels/cpu/experts.py in C; on a 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch.nn import functional as F
+
+from kernels.layer_ops.base import Activation
 
 __all__ = ["SigmoidScores", "experts", "route", "routed_experts"]
 
@@ -50,13 +54,24 @@ def routed_experts(
     normalize: bool,
     sigmoid: SigmoidScores | None = None,
     gated: bool = True,
+    activation: Activation = "silu",
+    expert_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return what ``experts`` computes with the weights and experts that ``route`` chooses."""
+    """Return what ``experts`` computes with the weights and experts that ``route`` chooses.
+
+    Args:
+        expert_scale: float32 [num_experts], factors of the chosen experts' weights; None: 1.
+    """
+    options: dict[str, Any] = {"gated": gated, "activation": activation}
     if hidden.device.type == "cpu":
-        return experts(hidden, up, down, *route(logits, top_k, normalize=normalize, sigmoid=sigmoid), gated=gated)
+        weights, ids = route(logits, top_k, normalize=normalize, sigmoid=sigmoid)
+        return experts(
+            hidden, up, down, weights if expert_scale is None else weights * expert_scale[ids], ids, **options
+        )
     from kernels.experts.triton.experts import experts_triton
 
-    return experts_triton(hidden, logits, up, down, top_k, normalize=normalize, sigmoid=sigmoid, gated=gated)
+    options |= {"normalize": normalize, "sigmoid": sigmoid, "expert_scale": expert_scale}
+    return experts_triton(hidden, logits, up, down, top_k, **options)
 
 
 def route(
@@ -89,6 +104,7 @@ def experts(
     ids: torch.Tensor,
     *,
     gated: bool = True,
+    activation: Activation = "silu",
 ) -> torch.Tensor:
     """Return each token's weighted sum of its experts, [num_tokens, hidden_size] in the dtype of ``hidden``.
 
@@ -101,9 +117,10 @@ def experts(
         down: [num_experts, hidden_size, intermediate_size].
         weights: float32 [num_tokens, top_k].
         ids: int64 [num_tokens, top_k], which experts.
-        gated: whether an expert is a SwiGLU; else it squares what a ReLU leaves.
+        gated: whether an expert multiplies by a gate; else it squares what a ReLU leaves.
+        activation: of the gate.
     """
-    compute = _swiglu if gated else _squared_relu
+    compute = partial(_gated, activation) if gated else _squared_relu
     top_k = ids.shape[1]
     order = ids.flatten().argsort(stable=True)  # pairs of token and choice, by expert
     counts = ids.flatten().bincount(minlength=len(up)).tolist()
@@ -118,9 +135,9 @@ def experts(
     return weighted.sum(dim=1).to(hidden.dtype)
 
 
-def _swiglu(rows: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+def _gated(activation: Activation, rows: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
     gate, up = F.linear(rows, gate_up).chunk(2, dim=-1)
-    return F.linear(F.silu(gate) * up, down)
+    return F.linear((F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up, down)
 
 
 def _squared_relu(rows: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:

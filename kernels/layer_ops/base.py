@@ -44,11 +44,13 @@ class Addend:
     Attributes:
         values: [num_tokens, hidden_size].
         norm: of the values, before they are scaled; None: they are added as they are.
+        sum_scale: [1], factor of the sum (Gemma 4's layer scalars); None: 1.
     """
 
     values: torch.Tensor
     norm: Norm | None = None
     scale: float = 1.0
+    sum_scale: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -78,12 +80,13 @@ class LayerCache:
 
     Attributes:
         keys, values: [num_blocks, block_size, num_kv_heads, head_dim], contiguous.
-        slot_mapping: int64 [num_tokens], block_id * block_size + offset; a token whose slot is -1 is not written.
+        slot_mapping: int64 [num_tokens], block_id * block_size + offset; a token whose slot is -1 is not written. None:
+            the layer only reads what another one writes.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
-    slot_mapping: torch.Tensor
+    slot_mapping: torch.Tensor | None
 
 
 class LayerOps(ABC):
@@ -115,15 +118,19 @@ class LayerOps(ABC):
         key_norm: Norm | None,
         rotation: Rotation | None,
         cache: LayerCache,
+        value_eps: float | None = None,
     ) -> torch.Tensor:
         """Normalize and rotate queries and keys, write keys and values to the cache, and return the queries.
 
         Args:
-            qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; the last dimension is contiguous.
+            qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], or only num_heads * head_dim if the cache is
+                only read; the last dimension is contiguous.
             query_norm, key_norm: over each head if their weights are [head_dim], else over all heads of a token
                 together; either both or none.
             rotation: rotates element i of a head with element i + head_dim // 2; None: the layer has no RoPE.
             cache: whose shape says how many KV heads there are.
+            value_eps: values are divided by the root of their head's mean square and this epsilon; the same as that of
+                the other norms. None: they are stored as they are.
 
         Returns:
             [num_tokens, num_heads, head_dim].

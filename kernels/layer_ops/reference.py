@@ -26,16 +26,22 @@ def add_norm(residual: torch.Tensor, addend: Addend | None, norm: Norm | None) -
     """Compute `LayerOps.add_norm`."""
     total = residual
     if addend is not None:
-        total = (residual.double() + addend.scale * _normed(addend.values.double(), addend.norm)).to(residual.dtype)
+        exact = residual.double() + addend.scale * _normed(addend.values.double(), addend.norm)
+        total = (exact if addend.sum_scale is None else exact * addend.sum_scale.double()).to(residual.dtype)
     return total, _normed(total.double(), norm).to(residual.dtype)
 
 
 def rotate_and_store(
-    qkv: torch.Tensor, query_norm: Norm | None, key_norm: Norm | None, rotation: Rotation | None, cache: LayerCache
+    qkv: torch.Tensor,
+    query_norm: Norm | None,
+    key_norm: Norm | None,
+    rotation: Rotation | None,
+    cache: LayerCache,
+    value_eps: float | None = None,
 ) -> torch.Tensor:
     """Compute `LayerOps.rotate_and_store`."""
     _, _, num_kv_heads, head_dim = cache.keys.shape
-    key_width = num_kv_heads * head_dim
+    key_width = num_kv_heads * head_dim if cache.slot_mapping is not None else 0
     query, key, value = torch.split(qkv, [qkv.shape[1] - 2 * key_width, key_width, key_width], dim=1)
 
     def rotated(x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
@@ -49,7 +55,12 @@ def rotate_and_store(
             x = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
         return x.to(qkv.dtype)
 
+    if cache.slot_mapping is None:
+        return rotated(query, query_norm)
     values = value.view(-1, num_kv_heads, head_dim)
+    if value_eps is not None:
+        exact = values.double()
+        values = (exact / ((exact * exact).mean(dim=-1, keepdim=True) + value_eps).sqrt()).to(qkv.dtype)
     reference.store_kvcache(rotated(key, key_norm), values, cache.keys, cache.values, cache.slot_mapping)
     return rotated(query, query_norm)
 

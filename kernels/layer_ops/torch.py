@@ -27,6 +27,8 @@ class TorchOps(LayerOps):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if addend is not None:
             residual = torch.add(residual, _normed(addend.values, addend.norm), alpha=addend.scale)
+            if addend.sum_scale is not None:
+                residual = residual * addend.sum_scale
         return residual, _normed(residual, norm)
 
     def rotate_and_store(
@@ -36,12 +38,18 @@ class TorchOps(LayerOps):
         key_norm: Norm | None,
         rotation: Rotation | None,
         cache: LayerCache,
+        value_eps: float | None = None,
     ) -> torch.Tensor:
         _, _, num_kv_heads, head_dim = cache.keys.shape
+        if cache.slot_mapping is None:
+            return _heads(qkv, query_norm, rotation, head_dim)
         key_width = num_kv_heads * head_dim
         query, key, value = torch.split(qkv, [qkv.shape[1] - 2 * key_width, key_width, key_width], dim=1)
         query, key = _heads(query, query_norm, rotation, head_dim), _heads(key, key_norm, rotation, head_dim)
-        store_kvcache(key, value.view(-1, num_kv_heads, head_dim), cache.keys, cache.values, cache.slot_mapping)
+        value = value.view(-1, num_kv_heads, head_dim)
+        if value_eps is not None:
+            value = F.rms_norm(value, (head_dim,), eps=value_eps)
+        store_kvcache(key, value, cache.keys, cache.values, cache.slot_mapping)
         return query
 
     def gated_activation(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:

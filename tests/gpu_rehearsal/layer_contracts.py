@@ -48,7 +48,8 @@ def add_norm(call: Any, grid: tuple[int, ...]) -> Compute:
     addend = None
     if call.addend is not None:
         _require_rows("addend", call.addend, call.addend_stride, residual.dtype, *shape)
-        addend = Addend(plain(call.addend), norms[0], call.scale)
+        scale = None if call.sum_scale is None else plain(call.sum_scale)
+        addend = Addend(plain(call.addend), norms[0], call.scale, scale)
 
     def compute() -> None:
         total, normed = _OPS.add_norm(plain(residual), addend, norms[1])
@@ -90,7 +91,8 @@ def rotate_and_store(call: Any, grid: tuple[int, ...]) -> Compute:
     norms = [_norm(weight, call.eps, call.ADDS_ONE) for weight in (call.query_weight, call.key_weight)]
     cache = LayerCache(plain(call.key_cache), plain(call.value_cache), slots)
     rotation = _rotation(call)
-    return lambda: plain(call.query).copy_(_OPS.rotate_and_store(plain(call.qkv), *norms, rotation, cache))
+    eps = call.eps if call.NORMS_VALUES else None
+    return lambda: plain(call.query).copy_(_OPS.rotate_and_store(plain(call.qkv), *norms, rotation, cache, eps))
 
 
 def _rotation(call: Any) -> Rotation | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from engine.models.config.model_config import ModelConfig
 
-__all__ = ["Shard", "shard_of", "vocab_range"]
+__all__ = ["Shard", "layer_of", "shard_of", "vocab_range"]
 
 
 @dataclass(frozen=True)
@@ -37,25 +37,32 @@ def vocab_range(vocab_size: int, rank: int, size: int) -> tuple[int, int]:
     return rank * num_ids, num_ids
 
 
+def layer_of(name: str) -> int:
+    """Return the index of the layer that our parameter ``name`` belongs to; -1: to none."""
+    first, _, rest = name.partition(".")
+    return int(rest.partition(".")[0]) if first == "layers" else -1
+
+
 def shard_of(name: str, config: ModelConfig, rank: int, size: int) -> Shard | None:
     """Return the part of the tensor ``name`` that a rank reads, or None if every rank reads the whole.
 
     If there are fewer KV heads than ranks, neighbouring ranks read the same head.
     """
     module, kind = name.split(".")[-2:]
-    if module in ("embed_tokens", "lm_head"):
+    if module in ("embed_tokens", "embed_tokens_per_layer", "lm_head"):
         start, num_ids = vocab_range(config.vocab_size, rank, size)
         return Shard(0, config.vocab_size, min(start, config.vocab_size), min(start + num_ids, config.vocab_size))
-    own = config.shard(size)
-    inner, own_inner = config.intermediate_size, own.intermediate_size
+    own, layer = config.shard(size), layer_of(name)
+    inner, own_inner = config.intermediate_size_of(layer), own.intermediate_size_of(layer)
+    heads, own_heads = config.kv_heads(layer), own.kv_heads(layer)
     if ".shared_expert." in name and config.experts is not None:
         inner = config.experts.shared_intermediate_size
         own_inner = inner // size
     features = {
-        "q_proj": (0, config.num_heads, own.num_heads, config.head_dim * (2 if config.gates_attention else 1)),
-        "k_proj": (0, config.num_kv_heads, own.num_kv_heads, config.head_dim),
-        "v_proj": (0, config.num_kv_heads, own.num_kv_heads, config.head_dim),
-        "o_proj": (1, config.num_heads, own.num_heads, config.head_dim),
+        "q_proj": (0, config.num_heads, own.num_heads, heads.dim * (2 if config.gates_attention else 1)),
+        "k_proj": (0, heads.count, own_heads.count, heads.dim),
+        "v_proj": (0, heads.count, own_heads.count, heads.dim),
+        "o_proj": (1, config.num_heads, own.num_heads, heads.dim),
         "gate_proj": (0, inner, own_inner, 1),
         "up_proj": (0, inner, own_inner, 1),
         "down_proj": (1, inner, own_inner, 1),

@@ -11,18 +11,19 @@ from itertools import accumulate
 
 from engine.models.checkpoint.checkpoint import Checkpoint
 from engine.models.checkpoint.expert_weights import expert_parts, stored_block
-from engine.models.checkpoint.sharding import Shard, shard_of
+from engine.models.checkpoint.sharding import Shard, layer_of, shard_of
 from engine.models.config.conv_shape import ConvShape
 from engine.models.config.gated_delta_shape import GatedDeltaShape
 from engine.models.config.mixers import RecurrentShape
 from engine.models.config.model_config import ModelConfig
 from engine.models.config.stored_names import stored_name
 
-__all__ = ["EMBEDDING", "HEAD", "Part", "stored_parts", "stored_with_prefix"]
+__all__ = ["EMBEDDING", "HEAD", "Part", "stored_parts", "stored_with_prefix", "unread"]
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _ROTATED = ("q_proj", "k_proj", "q_norm", "k_norm")
+_KEYS_AND_VALUES = ("k_proj", "v_proj", "k_norm", "v_norm")
 _BY_HEAD = ("A_log", "dt_bias", "D")  # of recurrent layers
 
 
@@ -78,8 +79,7 @@ def stored_parts(name: str, checkpoint: Checkpoint, config: ModelConfig, rank: i
         return [Part(stored, shard_of(EMBEDDING, config, rank, size))]
     if ".recurrent." in name and config.recurrent is not None:
         return _recurrent_parts(name, checkpoint, config, config.recurrent, rank, size)
-    names = _unfused(name)
-    parts = [_plain_part(part, checkpoint, config, rank, size) for part in names]
+    parts = [_plain_part(part, checkpoint, config, rank, size) for part in _unfused(name, config)]
     for fused in _FUSED.keys() & config.family.fused:
         if fused in name:
             shards = _within_fused([part.shard for part in parts])
@@ -88,20 +88,38 @@ def stored_parts(name: str, checkpoint: Checkpoint, config: ModelConfig, rank: i
     return parts
 
 
-def _unfused(name: str) -> list[str]:
+def _unfused(name: str, config: ModelConfig) -> list[str]:
     for fused, modules in _FUSED.items():
         if fused in name:
+            if fused == "qkv_proj" and layer_of(name) in config.layer_heads.shared:
+                modules = modules[:1]
             return [name.replace(fused, module) for module in modules]
     return [name]
+
+
+def unread(name: str, checkpoint: Checkpoint, config: ModelConfig) -> bool:
+    """Return whether a stored tensor is of a part of the model that is not computed.
+
+    That is what the family ignores, and the keys and values of layers that read those of others.
+    """
+    if config.family.ignored is not None and name.startswith(config.family.ignored):
+        return True
+    shared = {
+        f"layers.{layer}.self_attn.{module}" for layer in config.layer_heads.shared for module in _KEYS_AND_VALUES
+    }
+    return bool(shared) and name.removeprefix(_prefix(checkpoint, config)).rpartition(".")[0] in shared
 
 
 def _plain_part(name: str, checkpoint: Checkpoint, config: ModelConfig, rank: int, size: int) -> Part:
     """Return the part that is a projection, a norm or the like, by our name for it."""
     module, kind = name.split(".")[-2:]
     shard = shard_of(name, config, rank, size)
-    order = config.rope.element_order(config.head_dim) if module in _ROTATED else None
+    layer = layer_of(name)
+    order = config.rope.element_order(config.kv_heads(layer).dim) if module in _ROTATED else None
     if module == "q_proj" and config.gates_attention:
-        order = _queries_after_gates(config.num_heads // size, config.head_dim, order)
+        order = _queries_after_gates(config.num_heads // size, config.kv_heads(layer).dim, order)
+    if module == "v_proj" and layer in config.layer_heads.values_are_keys:  # projected twice, to save kernels
+        name = name.replace("v_proj", "k_proj")
     stored = stored_block(stored_with_prefix(name, checkpoint, config), checkpoint)
     return Part(stored, shard, order, config.weight_scales.of(module, kind))
 

@@ -29,7 +29,7 @@ _RENAMED = (
 # What is not text. A list, so that the weights of another model are refused and not ignored.
 _DROPPED = re.compile(
     r"(model\.)?(aligner|audio_tower|connector|embed_audio|embed_vision|mm_projector|multi_modal_projector|patch_merger|"
-    r"projector|vision_encoder|vision_model|vision_projection|vision_tower|visual|visual_embeddings_table)\.|"
+    r"projector|vision_embedder|vision_encoder|vision_model|vision_projection|vision_tower|visual|visual_embeddings_table)\.|"
     r"(model\.)?image_newline$|mtp\."
 )
 _WITH_TURNED_EXPERTS = ("Qwen3VLMoeForConditionalGeneration",)  # in some of their checkpoints

@@ -24,7 +24,7 @@ from engine.models.checkpoint.own_memory import own_memory
 from engine.models.checkpoint.progress import with_progress
 from engine.models.checkpoint.read_ahead import read_ahead
 from engine.models.checkpoint.sharding import Shard
-from engine.models.checkpoint.stored_parts import EMBEDDING, HEAD, Part, stored_parts, stored_with_prefix
+from engine.models.checkpoint.stored_parts import EMBEDDING, HEAD, Part, stored_parts, stored_with_prefix, unread
 from engine.models.checkpoint.unneeded_bias import unneeded_biases
 from engine.models.checkpoint.weight_errors import weights_not_finite
 from engine.models.config.model_config import ModelConfig
@@ -35,7 +35,8 @@ __all__ = ["read_weights", "with_stored_head"]
 logger = logging.getLogger(__name__)
 
 _DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # old checkpoints store what the config implies
-_FLOAT32 = ("A_log", "dt_bias", "D", "expert_bias")  # small ones that are as exact as the files have them
+# Small ones, which are as exact as the files have them.
+_FLOAT32 = ("A_log", "dt_bias", "D", "expert_bias", "expert_scale")
 _COMPARED_ROWS = 1024  # at once, so that a comparison takes little memory
 
 
@@ -160,8 +161,7 @@ def _require_match(checkpoint: Checkpoint, wanted: Iterable[_Parameter], config:
             unused.discard(part.name)
     if config.tie_word_embeddings:
         unused.discard(HEAD)  # a copy that some checkpoints keep
-    if (ignored := config.family.ignored) is not None:
-        unused = {name for name in unused if not name.startswith(ignored)}
+    unused = {name for name in unused if not unread(name, checkpoint, config)}
     unused -= unneeded_biases(checkpoint, unused)
     if left := sorted(name for name in unused if not _DERIVED.search(name)):
         raise ModelLoadError(

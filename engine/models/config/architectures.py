@@ -143,8 +143,8 @@ def require_proven(architecture: str) -> str:
     name = ALIASES.get(architecture, architecture)
     if name not in PROVEN and name in ARCHITECTURES:
         raise ModelLoadError(
-            f"architecture '{name}' is computed by our own decoder alone: transformers' modules do not keep its states "
-            "in the KV cache; set model_impl to auto"
+            f"architecture '{name}' is computed by our own decoder alone: no test has compared transformers' modules "
+            "on our KV cache; set model_impl to auto"
         )
     if name not in PROVEN:
         remedy = _REMEDIES.get(name, _SEE)

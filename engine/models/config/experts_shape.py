@@ -10,6 +10,7 @@ from engine.errors import ModelLoadError, UnsupportedModelError, shown
 from engine.models.config.divided import divided
 from engine.models.config.families import ExpertsFormat
 from engine.models.config.limits import require_integer, require_number
+from kernels.layer_ops.base import Activation
 
 __all__ = ["ExpertsShape"]
 
@@ -34,6 +35,9 @@ class ExpertsShape:
         float32_router: whether the router's weights are float32 in any model.
         gates_shared_expert: whether the shared expert's output is multiplied by the sigmoid of a logit.
         has_gate: whether an expert is a SwiGLU; else it squares what a ReLU leaves.
+        activation: of a gate.
+        has_expert_scales: whether the checkpoint has a factor of each expert's weight.
+        is_beside_dense: whether these layers have a dense feed-forward, too, whose output is added.
         latent_size: features that routed experts read and write, by projections around all of them; None: no such.
     """
 
@@ -50,6 +54,9 @@ class ExpertsShape:
     float32_router: bool = False
     gates_shared_expert: bool = True
     has_gate: bool = True
+    activation: Activation = "silu"
+    has_expert_scales: bool = False
+    is_beside_dense: bool = False
     latent_size: int | None = None
 
     @classmethod
@@ -67,10 +74,11 @@ class ExpertsShape:
         shape = _READERS[experts_format](config)
         if not shape.layers or not shape.num_experts:
             return None
-        experts_per_token = require_integer(config, "num_experts_per_tok")
+        field = _TOP_K.get(experts_format, "num_experts_per_tok")
+        experts_per_token = require_integer(config, field)
         if experts_per_token > shape.num_experts:
             raise ModelLoadError(
-                f"num_experts_per_tok={experts_per_token} is not between 1 and the {shape.num_experts} experts of a "
+                f"{field}={experts_per_token} is not between 1 and the {shape.num_experts} experts of a "
                 "layer; correct config.json"
             )
         return replace(shape, experts_per_token=experts_per_token)
@@ -164,12 +172,29 @@ def _nemotron(config: Any) -> ExpertsShape:
     )
 
 
+def _gemma4(config: Any) -> ExpertsShape:
+    has_experts = bool(getattr(config, "enable_moe_block", False))
+    return ExpertsShape(
+        num_experts=require_integer(config, "num_experts") if has_experts else 0,
+        experts_per_token=0,
+        intermediate_size=require_integer(config, "moe_intermediate_size") if has_experts else 0,
+        normalizes_weights=True,
+        shared_intermediate_size=0,
+        layers=_all_layers(config),
+        activation="gelu_tanh",
+        has_expert_scales=True,
+        is_beside_dense=True,
+    )
+
+
+_TOP_K: dict[ExpertsFormat, str] = {"gemma4": "top_k_experts"}  # fields that are not num_experts_per_tok
 _READERS: dict[ExpertsFormat, Callable[[Any], ExpertsShape]] = {
     "qwen": _qwen,
     "mixtral": _mixtral,
     "lfm2": _lfm2,
     "granite": _granite,
     "nemotron": _nemotron,
+    "gemma4": _gemma4,
 }
 
 

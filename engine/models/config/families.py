@@ -12,6 +12,7 @@ from typing import Literal
 from engine.models.config.stored_names import (
     BAMBA,
     GEMMA,
+    GEMMA4,
     GLM4,
     GRANITE_HYBRID,
     LFM2,
@@ -27,7 +28,7 @@ NormPlacement = Literal["before", "after", "around"]  # of attention and feed-fo
 QKNorm = Literal["none", "head", "projection"]  # of queries and keys: none, over each head, over all heads together
 
 RecurrentKind = Literal["gated_delta", "mamba", "conv"]
-ExpertsFormat = Literal["qwen", "mixtral", "lfm2", "granite", "nemotron"]
+ExpertsFormat = Literal["qwen", "mixtral", "lfm2", "granite", "nemotron", "gemma4"]
 HasRope = Literal["always", "optional", "never"]  # optional: if the config's position_embedding_type says so
 
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -50,6 +51,11 @@ class Family:
         has_multipliers: the config has Granite's four multipliers.
         has_projection_multipliers: the config has Falcon-H1's multipliers of projections, embeddings and logits.
         has_query_scalar: the scale of attention is query_pre_attn_scalar ** -0.5.
+        attention_scale: of any model of the family; None: head_dim ** -0.5, or what the config says.
+        has_layer_heads: full-attention layers have heads of their own, and the last layers may read the keys and values
+            of earlier ones: see heads.py.
+        normalizes_values: values are divided by the root mean square of their head.
+        has_layer_scalars: each layer's output is multiplied by a stored number.
         caps_attention, caps_logits: the config's attn_logit_softcapping and final_logit_softcapping have an effect.
         activation_field: the config's field for the feed-forward's activation.
         fused: projections that the checkpoint stores in one tensor, by their names in decoder.py.
@@ -80,6 +86,10 @@ class Family:
     has_multipliers: bool = False
     has_projection_multipliers: bool = False
     has_query_scalar: bool = False
+    attention_scale: float | None = None
+    has_layer_heads: bool = False
+    normalizes_values: bool = False
+    has_layer_scalars: bool = False
     caps_attention: bool = False
     caps_logits: bool = False
     activation_field: str = "hidden_act"
@@ -122,6 +132,23 @@ _QWEN_GATED_DELTA = Family(
     gates_attention=True,
 )
 
+_GEMMA4 = Family(
+    qk_norm="head",
+    qkv_bias=None,
+    output_bias=None,
+    norms="around",
+    stored_names=GEMMA4,
+    scales_embedding=True,
+    attention_scale=1.0,
+    has_layer_heads=True,
+    normalizes_values=True,
+    has_layer_scalars=True,
+    caps_logits=True,
+    activation_field="hidden_activation",
+    has_rope_by_layer_type=True,
+    rope_types=("default", "proportional"),
+    experts="gemma4",
+)
 
 ARCHITECTURES = {
     "Qwen3ForCausalLM": Family(qk_norm="head", qkv_bias=None, output_bias=None),
@@ -187,6 +214,8 @@ ARCHITECTURES = {
         activation_field="hidden_activation",
         has_rope_by_layer_type=True,
     ),
+    "Gemma4ForCausalLM": _GEMMA4,
+    "Gemma4UnifiedForCausalLM": replace(_GEMMA4, experts=None),
     "Lfm2ForCausalLM": _LFM2,
     "Lfm2MoeForCausalLM": replace(_LFM2, experts="lfm2"),
     "Qwen3NextForCausalLM": replace(_QWEN_GATED_DELTA, experts="qwen"),

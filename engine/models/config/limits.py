@@ -19,6 +19,12 @@ _LARGEST = {  # several times those of the largest models
     "num_attention_heads": 4096,
     "num_key_value_heads": 4096,
     "head_dim": 8192,
+    "global_head_dim": 8192,
+    "num_global_key_value_heads": 4096,
+    "num_kv_shared_layers": 512,
+    "hidden_size_per_layer_input": 2**16,
+    "vocab_size_per_layer_input": 2**24,
+    "top_k_experts": 4096,
     "hidden_size": 2**18,
     "intermediate_size": 2**20,
     "vocab_size": 2**24,
@@ -70,8 +76,10 @@ _LARGEST = {  # several times those of the largest models
     "max_seq_len": 2**30,
 }
 _MAY_BE_ZERO = {  # then there are none
+    "hidden_size_per_layer_input",
     "num_dense_layers",
     "num_experts",
+    "num_kv_shared_layers",
     "num_local_experts",
     "shared_expert_intermediate_size",
     "shared_intermediate_size",

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 
 from engine.errors import ModelLoadError, UnsupportedModelError, shown
-from engine.kv.layer_cache import KeyValue, LayerCache
+from engine.kv.layer_cache import KeyValue, LayerCache, SharedWith
 from engine.models.config.config_json import num_positions, read_config_json
 from engine.models.config.divided import divided
 from engine.models.config.experts_shape import ExpertsShape
 from engine.models.config.families import ARCHITECTURES, Family, NormPlacement, QKNorm
+from engine.models.config.heads import KVHeads, LayerHeads, with_usual_heads
 from engine.models.config.json_file import read_json
 from engine.models.config.limits import require_integer, require_number
 from engine.models.config.mixers import Mixer, RecurrentShape, layer_types, read_mixers, read_recurrent
@@ -29,6 +30,7 @@ from engine.models.config.text_parts import text_config, text_fields
 from engine.models.config.weight_scales import WeightScales
 from engine.models.config.without_transformers import plain_config
 from engine.models.gguf.file import is_gguf
+from kernels.attention.registry import LARGEST_HEAD_DIM
 from kernels.layer_ops.base import Activation
 
 __all__ = ["ModelConfig", "load_hf_config", "read_with_transformers"]
@@ -44,6 +46,8 @@ class ModelConfig(ModelShape):
     """The shape of one decoder-only model that our own decoder computes.
 
     Attributes:
+        num_kv_heads, head_dim: of the layers that ``layer_heads`` does not name: see ``kv_heads``.
+        layer_heads: how single attention layers differ.
         qk_norm: the RMSNorm of queries and keys.
         norms: where a layer's RMSNorms are; with ``norms_add_one`` they multiply by 1 + their weight.
         embedding_multiplier: of the embeddings, not rounded; see ``embedding_multiplier_in``.
@@ -51,6 +55,10 @@ class ModelConfig(ModelShape):
         attention_softcap, logits_softcap: C of C * tanh(score / C), which replaces each score; None: no soft-cap.
         logits_divisor: what the logits are divided by, before their soft-cap.
         residual_multiplier: of what attention and feed-forward add to the hidden states.
+        normalizes_values: values are divided by the root mean square of their head.
+        has_layer_scalars: each layer's output is multiplied by a number that the checkpoint stores.
+        per_layer_width: elements of an embedding that each layer has of each token; 0: there is none.
+        wide_layers: layers whose dense feed-forward has twice ``intermediate_size`` features.
         sliding_windows: of each layer, in tokens; None: it attends to everything.
         mixers: what mixes the tokens of each layer.
         recurrent: the recurrent layers; None: there are none.
@@ -66,6 +74,7 @@ class ModelConfig(ModelShape):
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    layer_heads: LayerHeads = field(default_factory=LayerHeads)
     rms_norm_eps: float
     tie_word_embeddings: bool
     family: Family
@@ -90,11 +99,15 @@ class ModelConfig(ModelShape):
     without_feed_forward: frozenset[int] = frozenset()
     gates_attention: bool = False
     has_feed_forward_gate: bool = True
+    normalizes_values: bool = False
+    has_layer_scalars: bool = False
+    per_layer_width: int = 0
+    wide_layers: frozenset[int] = frozenset()
     weight_scales: WeightScales = field(default_factory=WeightScales)
 
     def __post_init__(self) -> None:
         """Raise UnsupportedModelError if a model with experts needs what only dense feed-forwards support."""
-        if self.experts is None or self.recurrent is not None:
+        if self.experts is None or self.experts.is_beside_dense or self.recurrent is not None:
             return
         for name, value, computed in (
             ("activation", self.activation, "silu"),
@@ -116,7 +129,33 @@ class ModelConfig(ModelShape):
 
     def has_dense(self, layer: int) -> bool:
         """Return whether a layer has a dense feed-forward."""
-        return self.has_feed_forward(layer) and not self.has_experts(layer)
+        return self.has_feed_forward(layer) and (not self.has_experts(layer) or self.norms_inside(layer))
+
+    def norms_inside(self, layer: int) -> bool:
+        """Return whether a layer has a dense feed-forward and experts side by side, with norms of their own."""
+        return self.experts is not None and self.experts.is_beside_dense and self.has_experts(layer)
+
+    def intermediate_size_of(self, layer: int) -> int:
+        """Return the features of a layer's dense feed-forward."""
+        return self.intermediate_size * (2 if layer in self.wide_layers else 1)
+
+    def kv_heads(self, layer: int) -> KVHeads:
+        """Return the heads of an attention layer's keys and values."""
+        return self.layer_heads.kv_heads.get(layer) or KVHeads(self.num_kv_heads, self.head_dim)
+
+    @property
+    def head_dims(self) -> tuple[int, ...]:
+        """Elements of a head in each attention layer."""
+        has_attention = (layer for layer in range(self.num_layers) if self.mixers[layer] in ("attention", "both"))
+        return tuple(self.kv_heads(layer).dim for layer in has_attention)
+
+    @property
+    def rope_widths(self) -> list[int]:
+        """Elements of the heads that each of ``rope``'s tables rotates."""
+        return [
+            self.kv_heads(self.rope.tables.index(table)).dim if table in self.rope.tables else self.head_dim
+            for table in range(len(self.rope.layer_types))
+        ]
 
     @property
     def attention(self) -> AttentionShape:
@@ -135,8 +174,9 @@ class ModelConfig(ModelShape):
     def _caches_of(self, layer: int) -> list[LayerCache]:
         mixer, caches = self.mixers[layer], list[LayerCache]()
         if mixer in ("attention", "both"):
-            window = self.sliding_windows[layer]
-            caches.append(KeyValue(self.num_kv_heads, self.head_dim, self.head_dim, window))
+            heads, source = self.kv_heads(layer), self.layer_heads.shared.get(layer)
+            own = KeyValue(heads.count, heads.dim, heads.dim, self.sliding_windows[layer])
+            caches.append(own if source is None else SharedWith(self.first_cache(source)))
         if mixer in ("recurrent", "both"):
             assert self.recurrent is not None
             caches.append(self.recurrent.state)
@@ -172,12 +212,12 @@ class ModelConfig(ModelShape):
         """
         if size > 1:
             self.require_divisible()
-        num_heads, num_kv_heads = divided(self.num_heads, size, "attention heads"), self.num_kv_heads
         has_dense = any(self.has_dense(layer) for layer in range(self.num_layers))
         return replace(
             self,
-            num_heads=num_heads,
-            num_kv_heads=1 if num_kv_heads and size % num_kv_heads == 0 else divided(num_kv_heads, size, "KV heads"),
+            num_heads=divided(self.num_heads, size, "attention heads"),
+            num_kv_heads=KVHeads(self.num_kv_heads, self.head_dim).shard(size).count,
+            layer_heads=self.layer_heads.shard(size),
             intermediate_size=divided(self.intermediate_size, size, "feed-forward features") if has_dense else 0,
             experts=None if self.experts is None else self.experts.shard(size),
             recurrent=None if self.recurrent is None else self.recurrent.shard(size),
@@ -199,7 +239,8 @@ class ModelConfig(ModelShape):
             )
         attention_bias = bool(getattr(config, "attention_bias", False))
         mixers = read_mixers(config, family)
-        num_heads, num_kv_heads, head_dim = _heads(config) if set(mixers) & {"attention", "both"} else (0, 0, 0)
+        has_attention = bool(set(mixers) & {"attention", "both"})
+        num_heads, num_kv_heads, head_dim = _heads(with_usual_heads(config, family)) if has_attention else (0, 0, 0)
         if not attends_causally(config):
             raise UnsupportedModelError(
                 "use_bidirectional_attention is not supported, only causal attention; docs/models.md lists what is "
@@ -207,6 +248,8 @@ class ModelConfig(ModelShape):
             )
         rope = RopeConfig.from_hf(config, family, head_dim)
         kinds = layer_types(config, family) if family.has_single_halves else None
+        layer_heads = LayerHeads.from_hf(config, family)
+        is_wide = getattr(config, "use_double_wide_mlp", False)
         return cls(
             architecture=architecture,
             vocab_size=config.vocab_size,
@@ -216,6 +259,7 @@ class ModelConfig(ModelShape):
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
+            layer_heads=layer_heads,
             rms_norm_eps=getattr(config, family.eps_field),
             max_position_embeddings=num_positions(
                 getattr(config, "max_position_embeddings", _POSITIONS_WITHOUT_LIMIT),
@@ -237,8 +281,13 @@ class ModelConfig(ModelShape):
             without_feed_forward=frozenset(i for i, kind in enumerate(kinds or ()) if kind not in ("mlp", "moe")),
             gates_attention=family.gates_attention,
             has_feed_forward_gate=family.has_feed_forward_gate,
+            normalizes_values=family.normalizes_values,
+            has_layer_scalars=family.has_layer_scalars,
+            per_layer_width=_per_layer_width(config),
+            wide_layers=frozenset(layer_heads.shared) if is_wide else frozenset(),
             weight_scales=WeightScales.from_hf(config),
             dtype=config.dtype if isinstance(config.dtype, torch.dtype) else None,
+            attention_options=_attention_options(config, family, [head_dim, *_dims(layer_heads)]),
             **_factors(config, family, head_dim),
             rope=rope,
             longrope_length=rope.longrope_length,
@@ -262,6 +311,17 @@ def _intermediate_size(config: Any) -> int:
         return size
     multiple = require_integer(config, "block_multiple_of")
     return -(-int(config.block_ffn_dim_multiplier * size) // multiple) * multiple
+
+
+def _per_layer_width(config: Any) -> int:
+    """Return the elements of the embedding that each layer has of each token; 0 if there is none."""
+    width = getattr(config, "hidden_size_per_layer_input", 0) or 0
+    if width and config.vocab_size_per_layer_input != config.vocab_size:
+        raise UnsupportedModelError(
+            f"vocab_size_per_layer_input={config.vocab_size_per_layer_input} is not supported, only "
+            f"vocab_size={config.vocab_size}"
+        )
+    return int(width)
 
 
 def _head_dim(config: Any) -> int:
@@ -290,7 +350,7 @@ def _activation(config: Any, family: Family) -> Activation:
 def _factors(config: Any, family: Family, head_dim: int) -> dict[str, Any]:
     """Return the multipliers and soft-caps of ModelConfig."""
     softcap = config.attn_logit_softcapping if family.caps_attention else None
-    scale, embedding_multiplier = max(head_dim, 1) ** -0.5, 1.0
+    scale, embedding_multiplier = family.attention_scale or max(head_dim, 1) ** -0.5, 1.0
     if family.has_query_scalar:
         scale = config.query_pre_attn_scalar**-0.5
     elif family.has_multipliers:
@@ -305,11 +365,23 @@ def _factors(config: Any, family: Family, head_dim: int) -> dict[str, Any]:
         "embedding_multiplier": embedding_multiplier,
         "attention_scale": scale,
         "attention_softcap": softcap,
-        "attention_options": frozenset() if softcap is None else frozenset({"softcap"}),
         "logits_softcap": config.final_logit_softcapping if family.caps_logits else None,
         "logits_divisor": divisor,
         "residual_multiplier": require_number(config, "residual_multiplier") if family.has_multipliers else 1.0,
     }
+
+
+def _dims(layer_heads: LayerHeads) -> list[int]:
+    return [heads.dim for heads in layer_heads.kv_heads.values()]
+
+
+def _attention_options(config: Any, family: Family, head_dims: list[int]) -> frozenset[str]:
+    """Return what the layers need of an attention backend."""
+    needed = {
+        "softcap": family.caps_attention and config.attn_logit_softcapping is not None,
+        "large_heads": max(head_dims) > LARGEST_HEAD_DIM,
+    }
+    return frozenset(name for name, is_needed in needed.items() if is_needed)
 
 
 def _sliding_windows(config: Any, family: Family) -> tuple[int | None, ...]:

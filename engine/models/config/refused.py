@@ -8,7 +8,7 @@ _RECURRENT = "its recurrent layers are of a kind that is not computed"
 _CONVOLUTIONAL = "its convolutional layers are of a kind that is not computed"
 _LATENT = "its latent attention (MLA) has keys and values of different sizes, which the KV cache does not hold"
 _INDEXED = "its sparse attention chooses keys by an index of its own, which the KV cache does not hold"
-_SHARED_KV = "its layers share keys and values, and differ in the size of their heads"
+_SHARED_KV = "its layers share keys and values, and have streams of hidden states beside one another (AltUp)"
 _CHUNKED = "its chunked attention is not computed by the attention backends"
 _ENCODER = "it is an encoder, or needs one"
 _OWN_ATTENTION = "its modules do not use transformers' attention interface"
@@ -67,7 +67,7 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
     "its tokens are bytes, which an encoder of its own joins to patches": ("BltForCausalLM",),
     "it may give logits for fewer tokens than it reads": ("Apertus1p5TextForCausalLM",),
     "each of its layers runs several times a token, with keys and values of its own each time": ("DoryForCausalLM",),
-    _SHARED_KV: ("Gemma3nForCausalLM", "Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM"),
+    _SHARED_KV: ("Gemma3nForCausalLM",),
     _CHUNKED: ("Llama4ForCausalLM",),
     _ENCODER: (
         "BartForCausalLM",
@@ -179,8 +179,6 @@ REFUSED_TEXT_PARTS = {
     "Apertus1p5ForConditionalGeneration": "Apertus1p5TextForCausalLM",
     "Dots3NoteForConditionalGeneration": "Dots3NoteForCausalLM",
     "Gemma3nForConditionalGeneration": "Gemma3nForCausalLM",
-    "Gemma4ForConditionalGeneration": "Gemma4ForCausalLM",
-    "Gemma4UnifiedForConditionalGeneration": "Gemma4UnifiedForCausalLM",
     "HYV4VLForConditionalGeneration": "HYV4ForCausalLM",
     "Inkling2ForConditionalGeneration": "Inkling2ForCausalLM",
     "Inkling2LoopForConditionalGeneration": "Inkling2LoopForCausalLM",

@@ -19,14 +19,14 @@ class RopeConfig:
         layer_types: the types of layers that have parameters of their own, each with a table; a single None: all layers
             share one table; empty: no layer has RoPE.
         tables: each layer's index in ``layer_types``; None: the layer has no positions (NoPE).
-        rotary_dim: elements of a head that are rotated, the first ones.
+        rotary_dim: elements of a head that are rotated, the first ones; None: all of them, in any layer.
         rotates_neighbours: elements 2i and 2i + 1 of a head are rotated together, not i and i + rotary_dim / 2.
         longrope_length: positions up to which LongRoPE uses its factors for short contexts; None without LongRoPE.
     """
 
     layer_types: tuple[str | None, ...]
     tables: tuple[int | None, ...]
-    rotary_dim: int
+    rotary_dim: int | None
     rotates_neighbours: bool
     longrope_length: int | None
 
@@ -46,14 +46,13 @@ class RopeConfig:
                 supported = ", ".join(family.rope_types)
                 raise UnsupportedModelError(f"rope_type='{rope_type}' is not supported; supported: {supported}")
         if not sets:
-            return cls(
-                layer_types=(), tables=tables, rotary_dim=head_dim, rotates_neighbours=False, longrope_length=None
-            )
-        fraction = sets[0].get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None))
+            return cls(layer_types=(), tables=tables, rotary_dim=None, rotates_neighbours=False, longrope_length=None)
+        fraction = _rotated_part(config, sets[0])
         if not family.rotates_partially and fraction not in (None, 1.0):
             raise UnsupportedModelError("partial_rotary_factor is not supported; only RoPE over the whole head is")
-        part = 1.0 if fraction is None else fraction
-        rotary_dim = int(head_dim * part) if isinstance(part, int | float) else 0
+        rotary_dim = head_dim
+        if fraction is not None:
+            rotary_dim = int(head_dim * fraction) if isinstance(fraction, int | float) else 0
         if family.rotates_partially and (rotary_dim % 2 or not 0 < rotary_dim <= head_dim):
             raise ModelLoadError(
                 f"partial_rotary_factor={shown(fraction)} rotates {rotary_dim} of a head's {head_dim} elements, which "
@@ -62,7 +61,7 @@ class RopeConfig:
         return cls(
             layer_types=layer_types,
             tables=tables,
-            rotary_dim=rotary_dim,
+            rotary_dim=None if rotary_dim == head_dim else rotary_dim,
             rotates_neighbours=family.rotates_neighbours,
             longrope_length=longrope_length(sets[0]),
         )
@@ -74,14 +73,22 @@ class RopeConfig:
         their elements, so other orders are changed to this one when the weights are loaded. Elements that are not
         rotated follow those that are, half of them in each half. Their cosines are 1 and their sines 0.
         """
-        if self.rotary_dim == head_dim and not self.rotates_neighbours:
+        rotary_dim = self.rotary_dim or head_dim
+        if rotary_dim == head_dim and not self.rotates_neighbours:
             return None
-        half, rest = self.rotary_dim // 2, (head_dim - self.rotary_dim) // 2
+        half, rest = rotary_dim // 2, (head_dim - rotary_dim) // 2
         step = 2 if self.rotates_neighbours else 1
         first = [step * i for i in range(half)]
         second = [i + 1 if self.rotates_neighbours else i + half for i in first]
-        others = range(self.rotary_dim, head_dim)
+        others = range(rotary_dim, head_dim)
         return [*first, *others[:rest], *second, *others[rest:]]
+
+
+def _rotated_part(config: Any, parameters: dict[str, Any]) -> Any:
+    """Return which part of a head is rotated; None: all of it, if only by angles of zero, as in proportional RoPE."""
+    if parameters.get("rope_type") == "proportional":
+        return None
+    return parameters.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None))
 
 
 def rope_parameters(config: Any, layer_type: str | None) -> dict[str, Any]:

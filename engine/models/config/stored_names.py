@@ -11,6 +11,7 @@ from collections.abc import Mapping
 __all__ = [
     "BAMBA",
     "GEMMA",
+    "GEMMA4",
     "GLM4",
     "GRANITE_HYBRID",
     "LFM2",
@@ -28,6 +29,23 @@ GEMMA = {
     _POST_ATTENTION: "post_attention_layernorm",
     "post_attention_layernorm": "pre_feedforward_layernorm",
     _POST_MLP: "post_feedforward_layernorm",
+}
+GEMMA4 = GEMMA | {
+    "mlp.dense": "mlp",
+    "mlp.dense_norm": "pre_feedforward_layernorm",
+    "mlp.dense_output_norm": "post_feedforward_layernorm_1",
+    "mlp.sparse_norm": "pre_feedforward_layernorm_2",
+    "mlp.sparse_output_norm": "post_feedforward_layernorm_2",
+    "mlp.router_norm.weight": "router.scale",
+    "mlp.sparse.gate": "router.proj",
+    "mlp.sparse.expert_scale": "router.per_expert_scale",
+    "mlp.sparse.experts": "experts",
+    "per_layer_inputs.embed_tokens_per_layer": "embed_tokens_per_layer",
+    "per_layer_inputs.per_layer_model_projection": "per_layer_model_projection",
+    "per_layer_inputs.per_layer_projection_norm": "per_layer_projection_norm",
+    "per_layer_input.gate": "per_layer_input_gate",
+    "per_layer_input.projection": "per_layer_projection",
+    "per_layer_output_norm": "post_per_layer_input_norm",
 }
 GLM4 = {_POST_ATTENTION: "post_self_attn_layernorm", _POST_MLP: "post_mlp_layernorm"}
 LFM2 = {

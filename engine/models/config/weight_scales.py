@@ -1,4 +1,4 @@
-"""WeightScales: Falcon-H1's multipliers of projections, which become a part of the weights when they are loaded."""
+"""WeightScales: factors of projections and norms, which become a part of the weights when they are loaded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.errors import ModelLoadError, shown
-from engine.models.config.limits import require_number
+from engine.models.config.limits import require_integer, require_number
 
 __all__ = ["WeightScales"]
 
@@ -40,11 +40,13 @@ class WeightScales:
 
     @classmethod
     def from_hf(cls, config: Any) -> WeightScales:
-        """Read a transformers config; that of another family than Falcon-H1 has no factors.
+        """Read a transformers config of Falcon-H1, or of Gemma 4 with experts; others have no factors.
 
         Raises:
             ModelLoadError: if a factor is not a finite number, or a list of them has another length.
         """
+        if getattr(config, "enable_moe_block", False):
+            return cls({"router_norm": require_integer(config, "hidden_size") ** -0.5})
         if not hasattr(config, "ssm_multipliers"):
             return cls()
         gate, down = _numbers(config, "mlp_multipliers", 2)

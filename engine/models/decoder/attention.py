@@ -19,7 +19,8 @@ __all__ = ["Attention"]
 class Attention(nn.Module):
     """Grouped-query attention over the paged cache.
 
-    Biases, QK norm, RoPE, soft-cap, sliding window and a gate of the output are optional.
+    Biases, QK norm, RoPE, soft-cap, sliding window and a gate of the output are optional. A layer may read the keys and
+    values of an earlier one, and has no projections and norms for them then.
 
     Args:
         config: a rank's own share, ``ModelConfig.shard``.
@@ -30,25 +31,30 @@ class Attention(nn.Module):
         self.cache, self.ops = config.first_cache(layer), ops
         self.sliding_window = config.sliding_windows[layer]
         self.scale, self.softcap = config.attention_scale, config.attention_softcap
-        self.gate_width = config.num_heads * config.head_dim if config.gates_attention else 0
-        qkv_width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-        self.qkv_proj = nn.Linear(config.hidden_size, self.gate_width + qkv_width, bias=config.qkv_bias)
-        self.o_proj = RowParallelLinear(
-            config.num_heads * config.head_dim, config.hidden_size, bias=config.output_bias, parallel=parallel
-        )
-        heads = (1, 1) if config.qk_norm == "head" else (config.num_heads, config.num_kv_heads)  # normalized together
+        kv_heads = config.kv_heads(layer)
+        self.stores = layer not in config.layer_heads.shared
+        self.value_eps = config.rms_norm_eps if config.normalizes_values and self.stores else None
+        query_width, key_width = config.num_heads * kv_heads.dim, kv_heads.count * kv_heads.dim if self.stores else 0
+        self.gate_width = query_width if config.gates_attention else 0
+        qkv_width = self.gate_width + query_width + 2 * key_width
+        self.qkv_proj = nn.Linear(config.hidden_size, qkv_width, bias=config.qkv_bias)
+        self.o_proj = RowParallelLinear(query_width, config.hidden_size, bias=config.output_bias, parallel=parallel)
+        widths = (kv_heads.dim, kv_heads.dim) if config.qk_norm == "head" else (query_width, key_width)  # together
         exists = config.qk_norm != "none"
-        self.q_norm, self.k_norm = (norm_if(exists, config, n * config.head_dim) for n in heads)
+        self.q_norm, self.k_norm = (
+            norm_if(exists, config, widths[0]),
+            norm_if(exists and self.stores, config, widths[1]),
+        )
 
     def forward(self, hidden: torch.Tensor, rotation: Rotation | None, context: ForwardContext) -> torch.Tensor:
         """Map ``hidden`` [num_tokens, hidden_size] to the same shape; first stores its keys and values."""
         key_cache, value_cache = context.kv_cache.layers[self.cache]
         metadata = context.metadata_for(self.sliding_window)
-        cache = LayerCache(key_cache, value_cache, metadata.slot_mapping)
+        cache = LayerCache(key_cache, value_cache, metadata.slot_mapping if self.stores else None)
         # All keys of the step are written before any is read: sequences of one step may share a block it fills.
         gate_and_qkv = self.qkv_proj(hidden)
         qkv = gate_and_qkv[:, self.gate_width :]
-        query = self.ops.rotate_and_store(qkv, self.q_norm, self.k_norm, rotation, cache)
+        query = self.ops.rotate_and_store(qkv, self.q_norm, self.k_norm, rotation, cache, self.value_eps)
         inputs = AttentionInputs(query, key_cache, value_cache, metadata, self.scale, self.sliding_window, self.softcap)
         attended = context.backend.forward(inputs).flatten(1)
         if self.gate_width:

@@ -7,7 +7,7 @@ norms, rotations and sums, whatever the weights are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from time import perf_counter
 
@@ -47,8 +47,10 @@ _NORMS: dict[str, NormName] = {  # by the module's name in decoder.py
 
 def can_run(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether the C kernels are available on this machine and can compute this model on this device."""
-    head_dim = config.head_dim or _ANY_HEAD_DIM  # no layer may have attention
-    return device.type == "cpu" and can_compute_experts(config) and c_kernel.is_supported(dtype, head_dim)
+    head_dims = set(config.head_dims) or {_ANY_HEAD_DIM}  # no layer may have attention
+    are_supported = all(c_kernel.is_supported(dtype, head_dim) for head_dim in head_dims)
+    can_compute_layers = can_compute_experts(config) and not config.per_layer_width
+    return device.type == "cpu" and can_compute_layers and are_supported
 
 
 def head_is_embedding(config: ModelConfig, parallel: TensorParallel, kind: WeightKind) -> bool:
@@ -62,7 +64,7 @@ class CpuDecoder:
     Args:
         embed_tokens: the embedding, whose weights are set later; it is not used where ``head_is_embedding``.
         config: the whole model's shape.
-        rope: cosines and sines of every position it may see, float32 [num_tables, length, 2, head_dim // 2].
+        rope: tables of the cosines and sines of every position it may see, float32 [length, 2, head_dim // 2].
         parallel: this rank and its group.
         dtype: of the KV cache, float32 or bfloat16.
         kind: the type of the linear layers' packed weights.
@@ -76,7 +78,7 @@ class CpuDecoder:
         self,
         embed_tokens: VocabParallelEmbedding,
         config: ModelConfig,
-        rope: torch.Tensor,
+        rope: Sequence[torch.Tensor],
         parallel: TensorParallel,
         dtype: torch.dtype,
         kind: WeightKind,
@@ -227,7 +229,7 @@ def _fastest(compute: Callable[[], object]) -> float:
 
 def _scratch(config: ModelConfig, layers: list[PackedLayer], kind: WeightKind, dtype: torch.dtype) -> Scratch:
     """Return scratch memory for the widest layers of a rank's share."""
-    hidden, attention_width = config.hidden_size, config.num_heads * config.head_dim
+    hidden, attention_width = config.hidden_size, config.num_heads * max(config.head_dims, default=0)
     widest_mlp = max(layer.intermediate_size for layer in layers)
     recurrent = [layer.recurrent.sizes for layer in layers if layer.recurrent is not None]
     mixed_width = max((sizes.inner_size for sizes in recurrent), default=0)

@@ -39,7 +39,7 @@ def packed_layer(config: ModelConfig, layer: int, kind: WeightKind, dtype: torch
 
 def can_compute_experts(config: ModelConfig) -> bool:
     """Return whether the C kernels compute the model's experts, if it has any."""
-    return config.experts is None or config.experts.latent_size is None
+    return config.experts is None or not (config.experts.latent_size or config.experts.is_beside_dense)
 
 
 def set_parameter(layer: PackedLayer, name: list[str], value: torch.Tensor, *, is_first_rank: bool) -> None:
@@ -56,6 +56,8 @@ def set_parameter(layer: PackedLayer, name: list[str], value: torch.Tensor, *, i
             _set_expert_weight(layer.experts, rest, value)
         case [*_, module, "bias"] if module not in _COLUMN_PARALLEL and not is_first_rank:
             return
+        case ["layer_scalar"]:
+            layer.set_output_scale(float(value))
         case ["recurrent", *rest]:
             assert layer.recurrent is not None
             _set_recurrent_parameter(layer.recurrent, rest, value)
@@ -75,13 +77,14 @@ def set_parameter(layer: PackedLayer, name: list[str], value: torch.Tensor, *, i
 
 
 def _layer_shape(config: ModelConfig, index: int) -> LayerShape:
-    has_attention = config.mixers[index] in ("attention", "both")
+    has_attention, kv_heads = config.mixers[index] in ("attention", "both"), config.kv_heads(index)
     return LayerShape(
         hidden_size=config.hidden_size,
         num_heads=config.num_heads if has_attention else 0,
-        num_kv_heads=config.num_kv_heads if has_attention else 0,
-        head_dim=config.head_dim,
-        intermediate_size=config.intermediate_size if config.has_dense(index) else 0,
+        num_kv_heads=kv_heads.count if has_attention else 0,
+        head_dim=kv_heads.dim,
+        stores=index not in config.layer_heads.shared,
+        intermediate_size=config.intermediate_size_of(index) if config.has_dense(index) else 0,
         sliding_window=config.sliding_windows[index],
         norm_eps=config.rms_norm_eps,
         qkv_bias=config.qkv_bias,
@@ -89,6 +92,7 @@ def _layer_shape(config: ModelConfig, index: int) -> LayerShape:
         mlp_bias=config.mlp_bias,
         scale=config.attention_scale,
         softcap=config.attention_softcap,
+        norms_values=config.normalizes_values,
         norms_all_heads=config.qk_norm == "projection",
         activation=config.activation,
         residual_multiplier=config.residual_multiplier,

@@ -7,7 +7,9 @@ are fused. Tensor-parallel ranks compute the same tokens, each with its own head
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import repeat
 
 import torch
 from torch import nn
@@ -18,6 +20,7 @@ from engine.models.decoder.feed_forward import feed_forward
 from engine.models.decoder.forward_context import ForwardContext
 from engine.models.decoder.norms import RMSNorm, norm_if
 from engine.models.decoder.parallel_layers import VocabParallelEmbedding
+from engine.models.decoder.per_layer_inputs import PerLayerInput, PerLayerInputs
 from engine.models.decoder.recurrent import RecurrentLayer, recurrent_layer
 from engine.models.tensor_parallel import TensorParallel
 from kernels.layer_ops.base import Addend, LayerOps, Rotation
@@ -52,21 +55,33 @@ class DecoderLayer(nn.Module):
         self.self_attn = Attention(config, layer, parallel, ops) if mixer in ("attention", "both") else None
         self.recurrent = recurrent_layer(config, layer, parallel, recurrent_ops)
         self.attention_output_norm = norm_if(has_output_norms and mixer != "none", config, width)
-        self.post_attention_layernorm = norm_if(has_input_norms and has_feed_forward, config, width)  # before the MLP
+        has_mlp_norm = has_input_norms and has_feed_forward and not config.norms_inside(layer)
+        self.post_attention_layernorm = norm_if(has_mlp_norm, config, width)  # before the MLP
         self.mlp = feed_forward(config, layer, parallel, ops) if has_feed_forward else None
         self.mlp_output_norm = norm_if(has_output_norms and has_feed_forward, config, width)
+        self.per_layer_input = PerLayerInput(config) if config.per_layer_width else None
+        self.per_layer_output_norm = norm_if(self.per_layer_input is not None, config, width)
+        self.layer_scalar = nn.Parameter(torch.empty(1), False) if config.has_layer_scalars else None  # of the output
 
     def forward(
-        self, residual: torch.Tensor, addend: Addend | None, rotations: Sequence[Rotation], context: ForwardContext
+        self,
+        residual: torch.Tensor,
+        addend: Addend | None,
+        rotations: Sequence[Rotation],
+        context: ForwardContext,
+        own_input: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Addend | None]:
         """Compute the layer.
 
         Args:
             residual: [num_tokens, hidden_size].
             addend: what the layer before adds to it.
+            rotations: of every table.
+            context: of the step.
+            own_input: [num_tokens, per_layer_width], if the model has such.
 
         Returns:
-            The residual stream before the last half of the layer, and what that half adds to it.
+            The residual stream before the last part of the layer, and what that part adds to it.
         """
         if self.self_attn is not None or self.recurrent is not None:
             residual, hidden = self.ops.add_norm(residual, addend, self.input_layernorm)
@@ -75,6 +90,12 @@ class DecoderLayer(nn.Module):
         if self.mlp is not None:
             residual, hidden = self.ops.add_norm(residual, addend, self.post_attention_layernorm)
             addend = Addend(self.mlp(hidden), self.mlp_output_norm, self.residual_multiplier)
+        if self.per_layer_input is not None:
+            residual, _ = self.ops.add_norm(residual, addend, None)
+            addend = Addend(self.per_layer_input(residual, own_input), self.per_layer_output_norm)
+        if self.layer_scalar is not None:
+            assert addend is not None  # every such layer has a feed-forward
+            addend = replace(addend, sum_scale=self.layer_scalar)
         return residual, addend
 
     def _mix_tokens(self, hidden: torch.Tensor, rotations: Sequence[Rotation], context: ForwardContext) -> torch.Tensor:
@@ -92,7 +113,7 @@ class Decoder(nn.Module):
 
     Args:
         config: the whole model's shape.
-        rope: cosines and sines of every position it may see, float32 [num_tables, length, 2, head_dim // 2].
+        rope: tables of the cosines and sines of every position it may see, float32 [length, 2, head_dim // 2].
         parallel: this rank and its group.
         ops: the layers' operations, on the device of the weights.
         recurrent_ops: those of recurrent layers; None: torch's.
@@ -105,7 +126,7 @@ class Decoder(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        rope: torch.Tensor,
+        rope: Sequence[torch.Tensor],
         parallel: TensorParallel,
         ops: LayerOps,
         recurrent_ops: RecurrentOps | None = None,
@@ -116,14 +137,14 @@ class Decoder(nn.Module):
         own = config.shard(parallel.size)
         self.attention, self.layer_caches = own.attention, own.layer_caches
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parallel)
+        self.per_layer_inputs = PerLayerInputs(config, parallel, ops) if config.per_layer_width else None
         recurrent_ops = recurrent_ops or ReferenceOps()
         self.layers = nn.ModuleList(
             DecoderLayer(own, layer, parallel, ops, recurrent_ops) for layer in range(config.num_layers)
         )
         self.norm = RMSNorm(config, config.hidden_size)
         self.lm_head = nn.Linear(config.hidden_size, self.embed_tokens.num_embeddings, bias=False)
-        self.rope: torch.Tensor
-        self.register_buffer("rope", rope, persistent=False)
+        self.rope = list(rope)
 
     @property
     def num_bytes(self) -> int:
@@ -137,9 +158,12 @@ class Decoder(nn.Module):
         if multiplier != 1.0:
             hidden = hidden * multiplier
         rotations = [Rotation(table, positions, hidden.dtype) for table in self.rope]
+        own_inputs: Iterable[torch.Tensor | None] = repeat(None, len(self.layers))
+        if self.per_layer_inputs is not None:
+            own_inputs = self.per_layer_inputs(token_ids, hidden).unbind(1)
         addend: Addend | None = None
-        for layer in self.layers:
-            hidden, addend = layer(hidden, addend, rotations, context)
+        for layer, own_input in zip(self.layers, own_inputs, strict=True):
+            hidden, addend = layer(hidden, addend, rotations, context, own_input)
         return self.ops.add_norm(hidden, addend, self.norm)[1]
 
     def compute_logits(self, hidden: torch.Tensor, token_indices: torch.Tensor) -> torch.Tensor | None:

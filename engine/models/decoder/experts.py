@@ -63,6 +63,7 @@ class SparseMoeBlock(nn.Module):
         self.shape, self.parallel = shape, parallel
         inputs = shape.latent_size or hidden_size
         self.gate = nn.Linear(hidden_size, shape.num_experts, bias=False)
+        self.expert_scale = nn.Parameter(torch.empty(shape.num_experts)) if shape.has_expert_scales else None  # float32
         self.expert_bias = nn.Parameter(torch.empty(shape.num_experts)) if shape.has_choice_bias else None  # float32
         self.experts = Experts(shape, inputs)
         self.fc1_latent_proj = nn.Linear(hidden_size, inputs, bias=False) if shape.latent_size else None
@@ -71,9 +72,14 @@ class SparseMoeBlock(nn.Module):
         has_gate = shared_expert is not None and shape.gates_shared_expert
         self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False) if has_gate else None
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Map [num_tokens, hidden_size] to the same shape."""
-        output = self._routed(hidden)
+    def forward(self, hidden: torch.Tensor, router_input: torch.Tensor | None = None) -> torch.Tensor:
+        """Map [num_tokens, hidden_size] to the same shape.
+
+        Args:
+            hidden: what the experts read.
+            router_input: what the router reads; None: the same.
+        """
+        output = self._routed(hidden, hidden if router_input is None else router_input)
         if self.shared_expert is not None:
             shared = self.shared_expert(hidden)
             if self.shared_expert_gate is not None:
@@ -81,10 +87,10 @@ class SparseMoeBlock(nn.Module):
             output = output + shared
         return self.parallel.all_reduce(output)
 
-    def _routed(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _routed(self, hidden: torch.Tensor, router_input: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of each token's experts."""
         shape, is_sigmoid = self.shape, self.shape.scores == "sigmoid"
-        logits = self.gate(hidden.float() if shape.float32_router else hidden)
+        logits = self.gate(router_input.float() if shape.float32_router else router_input)
         inputs = hidden if self.fc1_latent_proj is None else self.fc1_latent_proj(hidden)
         routed = routed_experts(
             inputs,
@@ -95,5 +101,7 @@ class SparseMoeBlock(nn.Module):
             normalize=shape.normalizes_weights,
             sigmoid=SigmoidScores(self.expert_bias, shape.norm_epsilon, shape.weight_scale) if is_sigmoid else None,
             gated=shape.has_gate,
+            activation=shape.activation,
+            expert_scale=self.expert_scale,
         )
         return routed if self.fc2_latent_proj is None else self.fc2_latent_proj(routed)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from engine.models.config.model_config import ModelConfig
+from engine.models.decoder.dense_and_experts import DenseAndExperts
 from engine.models.decoder.experts import SparseMoeBlock
 from engine.models.decoder.parallel_layers import RowParallelLinear
 from engine.models.tensor_parallel import TensorParallel
@@ -51,11 +52,14 @@ class UngatedMLP(nn.Module):
 
 
 def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel, ops: LayerOps) -> nn.Module:
-    """Return a layer's feed-forward: dense, or experts."""
+    """Return a layer's feed-forward: dense, experts, or both."""
     dense = MLP if config.has_feed_forward_gate else UngatedMLP
-    experts = config.experts
+    experts, own = config.experts, replace(config, intermediate_size=config.intermediate_size_of(layer))
     if experts is None or not config.has_experts(layer):
-        return dense(config, parallel, ops)
+        return dense(own, parallel, ops)
+    if experts.is_beside_dense:
+        sparse = SparseMoeBlock(experts, config.hidden_size, parallel, None)
+        return DenseAndExperts(config, dense(own, parallel, ops), sparse, ops)
     inner = experts.shared_intermediate_size
     alone = TensorParallel()  # the block sums over the ranks, once
     shared = dense(replace(config, intermediate_size=inner, mlp_bias=False), alone, ops) if inner else None

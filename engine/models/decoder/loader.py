@@ -67,7 +67,7 @@ def load_decoder(
     config, started = ModelConfig.from_hf(hf_config), perf_counter()
     with open_checkpoint(path) as checkpoint:
         config = with_stored_head(config, checkpoint, dtype)
-        rope = rope_tables(hf_config, config.rope, config.head_dim, max_model_len)
+        rope = rope_tables(hf_config, config.rope, config.rope_widths, max_model_len)
         method = choose_linear_method(
             config,
             dtype,
@@ -97,7 +97,7 @@ def load_decoder(
             _pack(model, _shapes(skeleton), read, is_head=head_is_embedding(config, parallel, method.kind))
         else:
             model = skeleton
-            model.rope = rope.to(device)
+            model.rope = [table.to(device) for table in rope]
             _fill(model, read)
             replace_linears(model, method)
             model.eval()

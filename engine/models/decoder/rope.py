@@ -6,6 +6,7 @@ kernels rotate queries and keys with them, in the half-split layout of the Huggi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,16 +21,22 @@ __all__ = ["rope_tables"]
 _MAX_BYTES = 4 * 2**30
 
 
-def rope_tables(hf_config: Any, rope: RopeConfig, head_dim: int, length: int) -> torch.Tensor:
+def rope_tables(hf_config: Any, rope: RopeConfig, widths: Sequence[int], length: int) -> list[torch.Tensor]:
     """Return the cosines and sines of positions 0 to ``length`` - 1, for each of ``rope``'s layer types.
 
-    float32 [num_tables, length, 2, head_dim // 2], in the order of ``rope.element_order``.
+    float32 [length, 2, width // 2] each, in the order of ``rope.element_order``.
+
+    Args:
+        hf_config: of transformers.
+        rope: read from it.
+        widths: elements of the heads that each table rotates.
+        length: positions.
 
     Raises:
         ConfigError: if the tables of a context of this length take too much memory.
         ModelLoadError: if the config's parameters cannot be computed with, or the angles are not finite.
     """
-    bytes_per_token = 4 * head_dim * len(rope.layer_types)
+    bytes_per_token = 4 * sum(widths)
     if (num_bytes := bytes_per_token * length) > _MAX_BYTES:
         raise ConfigError(
             f"takes {num_bytes / 1e9:.0f} GB for the angles of RoPE",
@@ -37,19 +44,20 @@ def rope_tables(hf_config: Any, rope: RopeConfig, head_dim: int, length: int) ->
             value=length,
             remedy=f"set {_MAX_BYTES // bytes_per_token} or less",
         )
-    tables = torch.zeros(len(rope.layer_types), length, 2, head_dim // 2)
-    tables[:, :, 0] = 1.0  # elements that are not rotated
+    tables = [torch.zeros(length, 2, width // 2) for width in widths]
     try:
-        for table, layer_type in zip(tables, rope.layer_types, strict=True):
-            frequencies, factor = _frequencies(hf_config, layer_type, rope.rotary_dim)
+        for table, layer_type, width in zip(tables, rope.layer_types, widths, strict=True):
+            table[:, 0] = 1.0  # elements that are not rotated
+            rotary_dim = rope.rotary_dim or width
+            frequencies, factor = _frequencies(hf_config, layer_type, rotary_dim)
             angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
-            rotated = table[:, :, : rope.rotary_dim // 2]
+            rotated = table[:, :, : rotary_dim // 2]
             torch.stack((angles.cos() * factor, angles.sin() * factor), dim=1, out=rotated)
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise ModelLoadError(
             f"the rope_parameters of config.json cannot be computed with: {error!r}; correct them"
         ) from error
-    if not is_finite(tables):
+    if not all(map(is_finite, tables)):
         raise ModelLoadError("the rope_parameters of config.json result in angles that are not finite; correct them")
     return tables
 

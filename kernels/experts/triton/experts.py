@@ -20,11 +20,13 @@ import triton.language as tl
 
 from kernels.experts.experts import SigmoidScores
 from kernels.experts.triton.routing import TILE_ROWS, Routes, route_triton
+from kernels.layer_ops.base import Activation
 
 __all__ = ["experts_triton"]
 
 _COMBINED = 1024  # elements of a program
 _NUM_STAGES = 3
+_SQRT_8_OVER_PI = tl.constexpr(1.5957691216057308)
 
 
 # The number of tokens changes from step to step, and a step must not wait for a compilation.
@@ -41,7 +43,8 @@ def grouped_linear_kernel(
     num_outputs,
     num_inputs,
     PAIRS_PER_ROW: tl.constexpr,
-    GATED: tl.constexpr,  # the output is silu(gate) * up
+    GATED: tl.constexpr,  # the output is the activated gate * up
+    IS_GELU: tl.constexpr,  # else the activation is SiLU
     BLOCK_ROWS: tl.constexpr,
     BLOCK_OUTPUTS: tl.constexpr,
     BLOCK_INPUTS: tl.constexpr,
@@ -77,8 +80,10 @@ def grouped_linear_kernel(
             x_tile += BLOCK_INPUTS
             w_tile += BLOCK_INPUTS
         if GATED:
-            small = tl.exp(-tl.abs(sums))  # at most 1
-            sums = sums * (tl.where(sums >= 0.0, 1.0, small) / (1.0 + small)) * up
+            # Both activations are x times a sigmoid: tanh(z) is 2 sigmoid(2z) - 1.
+            argument = _SQRT_8_OVER_PI * (sums + 0.044715 * sums * sums * sums) if IS_GELU else sums
+            small = tl.exp(-tl.abs(argument))  # at most 1
+            sums = sums * (tl.where(argument >= 0.0, 1.0, small) / (1.0 + small)) * up
         tl.store(output + pair * num_outputs + column, sums.to(output.dtype.element_ty), mask=is_row & is_column)
 
 
@@ -113,7 +118,9 @@ def _tile_options(rows: torch.Tensor) -> dict[str, int]:
     return {"BLOCK_OUTPUTS": 32, "BLOCK_INPUTS": 16, "num_warps": 8}
 
 
-def _grouped_linear(rows: torch.Tensor, weights: torch.Tensor, routes: Routes, *, gated: bool) -> torch.Tensor:
+def _grouped_linear(
+    rows: torch.Tensor, weights: torch.Tensor, routes: Routes, *, gated: bool, is_gelu: bool = False
+) -> torch.Tensor:
     """Return each pair's row times its expert's weights, [num_pairs, num_outputs]; a row may serve several pairs."""
     assert rows.is_contiguous()
     assert weights.is_contiguous()
@@ -134,6 +141,7 @@ def _grouped_linear(rows: torch.Tensor, weights: torch.Tensor, routes: Routes, *
         rows.shape[1],
         PAIRS_PER_ROW=num_pairs // len(rows),
         GATED=gated,
+        IS_GELU=is_gelu,
         BLOCK_ROWS=TILE_ROWS,
         num_stages=_NUM_STAGES,
         enable_fp_fusion=True,
@@ -162,6 +170,8 @@ def experts_triton(
     normalize: bool,
     sigmoid: SigmoidScores | None = None,
     gated: bool = True,
+    activation: Activation = "silu",
+    expert_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute `kernels.experts.experts.routed_experts`, whose arguments it shares."""
     if len(hidden) == 0:
@@ -169,7 +179,9 @@ def experts_triton(
     routes = route_triton(logits if sigmoid is None else sigmoid.choice(logits), top_k, normalize=normalize)
     if sigmoid is not None:
         routes = replace(routes, weights=sigmoid.weights(logits, routes.ids.long(), normalize=normalize))
-    activated = _grouped_linear(hidden.contiguous(), up, routes, gated=gated)
+    if expert_scale is not None:
+        routes = replace(routes, weights=routes.weights * expert_scale[routes.ids.long()])
+    activated = _grouped_linear(hidden.contiguous(), up, routes, gated=gated, is_gelu=activation == "gelu_tanh")
     if not gated:
         activated = activated.relu_().square_()
     return _combine(_grouped_linear(activated, down, routes, gated=False), routes.weights)

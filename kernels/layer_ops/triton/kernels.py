@@ -39,6 +39,7 @@ def add_norm_kernel(
     addend,  # or None
     addend_weight,  # [WIDTH], or None: the addend is not normalized
     weight,  # [WIDTH], or None
+    sum_scale,  # [1], factor of the sum, or None
     num_rows,
     residual_stride,
     addend_stride,
@@ -62,7 +63,10 @@ def add_norm_kernel(
             added = tl.load(addend + index * addend_stride + column, mask=mask, other=0.0).to(tl.float32)
             if addend_weight is not None:
                 added = added * _inverse_rms(added, eps, WIDTH) * addend_factors
-            rounded = (x + scale * added).to(total.dtype.element_ty)
+            x += scale * added
+            if sum_scale is not None:
+                x *= tl.load(sum_scale).to(tl.float32)
+            rounded = x.to(total.dtype.element_ty)
             tl.store(total + index * WIDTH + column, rounded, mask=mask)
             x = rounded.to(tl.float32)
         if weight is not None:
@@ -87,10 +91,11 @@ def _rotate_heads(
     HALF_PADDED: tl.constexpr,
     NORMS_EACH_HEAD: tl.constexpr,
     ADDS_ONE: tl.constexpr,
+    IS_UNWEIGHTED: tl.constexpr = False,
 ):
     """Normalize and rotate a token's contiguous heads, as two tiles of their first and second halves.
 
-    ``cos`` and ``sin`` are [1, HALF_PADDED], or None.
+    ``cos`` and ``sin`` are [1, HALF_PADDED], or None. Without weights heads are normalized only if IS_UNWEIGHTED.
     """
     HALF: tl.constexpr = HEAD_DIM // 2
     head = tl.arange(0, HEADS_PADDED)[:, None]
@@ -109,6 +114,10 @@ def _rotate_heads(
             at, is_weight = offset, mask
         first = first * factor * _factors(weight, at, is_weight, ADDS_ONE)
         second = second * factor * _factors(weight, at + HALF, is_weight, ADDS_ONE)
+    if IS_UNWEIGHTED:
+        factor = tl.rsqrt(tl.sum(first * first + second * second, axis=1, keep_dims=True) / HEAD_DIM + eps)
+        first = first * factor
+        second = second * factor
     if cos is not None:
         first, second = first * cos - second * sin, second * cos + first * sin
     tl.store(output + offset, first.to(output.dtype.element_ty), mask=mask)
@@ -126,7 +135,7 @@ def rotate_and_store_kernel(
     key_weight,  # likewise
     table,  # float32 [length, 2, HEAD_DIM // 2], or None: no RoPE
     positions,  # int64 [num_tokens]
-    slot_mapping,  # int64 [num_tokens]
+    slot_mapping,  # int64 [num_tokens], or None: there are only queries
     qkv_stride,
     eps,
     NUM_HEADS: tl.constexpr,
@@ -137,6 +146,7 @@ def rotate_and_store_kernel(
     HALF_PADDED: tl.constexpr,
     NORMS_EACH_HEAD: tl.constexpr,
     ADDS_ONE: tl.constexpr,
+    NORMS_VALUES: tl.constexpr,
 ):
     """Compute one token."""
     token = tl.program_id(0).to(tl.int64)
@@ -162,27 +172,45 @@ def rotate_and_store_kernel(
         NORMS_EACH_HEAD,
         ADDS_ONE,
     )
-    slot = tl.load(slot_mapping + token)
-    if slot >= 0:
-        start = slot * (NUM_KV_HEADS * HEAD_DIM)
-        _rotate_heads(
-            key_cache + start,
-            keys,
-            key_weight,
-            cos,
-            sin,
-            eps,
-            NUM_KV_HEADS,
-            HEAD_DIM,
-            KV_HEADS_PADDED,
-            HALF_PADDED,
-            NORMS_EACH_HEAD,
-            ADDS_ONE,
-        )
-        at = tl.arange(0, 2 * KV_HEADS_PADDED * HALF_PADDED)  # of the slot, whose heads are contiguous
-        mask = at < NUM_KV_HEADS * HEAD_DIM
-        values = tl.load(keys + NUM_KV_HEADS * HEAD_DIM + at, mask=mask)
-        tl.store(value_cache + start + at, values, mask=mask)
+    if slot_mapping is not None:
+        slot = tl.load(slot_mapping + token)
+        if slot >= 0:
+            start = slot * (NUM_KV_HEADS * HEAD_DIM)
+            _rotate_heads(
+                key_cache + start,
+                keys,
+                key_weight,
+                cos,
+                sin,
+                eps,
+                NUM_KV_HEADS,
+                HEAD_DIM,
+                KV_HEADS_PADDED,
+                HALF_PADDED,
+                NORMS_EACH_HEAD,
+                ADDS_ONE,
+            )
+            values = keys + NUM_KV_HEADS * HEAD_DIM
+            if NORMS_VALUES:
+                _rotate_heads(
+                    value_cache + start,
+                    values,
+                    None,
+                    None,
+                    None,
+                    eps,
+                    NUM_KV_HEADS,
+                    HEAD_DIM,
+                    KV_HEADS_PADDED,
+                    HALF_PADDED,
+                    NORMS_EACH_HEAD,
+                    ADDS_ONE,
+                    IS_UNWEIGHTED=True,
+                )
+            else:
+                at = tl.arange(0, 2 * KV_HEADS_PADDED * HALF_PADDED)  # of the slot, whose heads are contiguous
+                mask = at < NUM_KV_HEADS * HEAD_DIM
+                tl.store(value_cache + start + at, tl.load(values + at, mask=mask), mask=mask)
 
 
 # --- feed-forward ----------------------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ class TritonOps(LayerOps):
             values,
             None if addend_norm is None else addend_norm.weight,
             None if norm is None else norm.weight,
+            None if addend is None else addend.sum_scale,
             num_tokens,
             residual.stride(0),
             0 if values is None else values.stride(0),
@@ -63,10 +64,13 @@ class TritonOps(LayerOps):
         key_norm: Norm | None,
         rotation: Rotation | None,
         cache: LayerCache,
+        value_eps: float | None = None,
     ) -> torch.Tensor:
         num_tokens, width = qkv.shape
         _, _, num_kv_heads, head_dim = cache.keys.shape
-        num_heads = width // head_dim - 2 * num_kv_heads
+        num_heads = width // head_dim - (2 * num_kv_heads if cache.slot_mapping is not None else 0)
+        eps = value_eps if query_norm is None else query_norm.eps
+        assert value_eps in (None, eps)
         assert head_dim % 2 == 0
         assert qkv.stride(1) == 1
         assert cache.keys.is_contiguous()
@@ -86,7 +90,7 @@ class TritonOps(LayerOps):
             None if rotation is None else rotation.positions,
             cache.slot_mapping,
             qkv.stride(0),
-            0.0 if query_norm is None else query_norm.eps,
+            eps or 0.0,
             NUM_HEADS=num_heads,
             NUM_KV_HEADS=num_kv_heads,
             HEAD_DIM=head_dim,
@@ -95,6 +99,7 @@ class TritonOps(LayerOps):
             HALF_PADDED=half_padded,
             NORMS_EACH_HEAD=query_norm is not None and query_norm.weight.shape[0] == head_dim,
             ADDS_ONE=query_norm is not None and query_norm.adds_one,
+            NORMS_VALUES=value_eps is not None,
             num_warps=_num_warps(2 * heads_padded * half_padded, 16),
             enable_fp_fusion=True,
         )

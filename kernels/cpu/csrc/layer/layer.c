@@ -10,17 +10,19 @@
 #include "layer/residual.h"
 #include "layer/rope.h"
 
-/* Multiplies rows and adds them to the residual stream, or leaves that to the caller, which sums the ranks' first. */
+/* Multiplies rows and adds them to the residual stream, which is then scaled, or leaves that to the caller, which sums
+ * the ranks' first. */
 static void add_to_hidden(const pagoda_layer *layer, const pagoda_step *step, const pagoda_rows *rows,
-                          const pagoda_weight *weight, const float *norm, pagoda_epilogue addend_epilogue) {
+                          const pagoda_weight *weight, const float *norm, float scale,
+                          pagoda_epilogue addend_epilogue) {
     if (step->addend) {
         pagoda_linear(step->addend, layer->hidden_size, rows, weight, addend_epilogue);
-    } else if (!norm && layer->residual_multiplier == 1) {
+    } else if (!norm && layer->residual_multiplier == 1 && scale == 1) {
         pagoda_linear(step->hidden, layer->hidden_size, rows, weight, PAGODA_ADD);
     } else {
         pagoda_linear(step->wide, layer->hidden_size, rows, weight, PAGODA_STORE);
         pagoda_add_to_residual(step->hidden, step->wide, step->num_tokens, layer->hidden_size, norm, layer->eps,
-                               layer->residual_multiplier);
+                               layer->residual_multiplier, scale);
     }
 }
 
@@ -35,7 +37,7 @@ static void add_attention(const pagoda_layer *layer, const pagoda_step *step, pa
         .key_norm = layer->key_norm, .positions = step->positions, .slot_mapping = cache->slot_mapping,
         .stride = stride, .num_tokens = step->num_tokens, .num_heads = layer->num_heads,
         .num_kv_heads = layer->num_kv_heads, .head_dim = layer->head_dim, .is_bf16 = layer->is_bf16,
-        .norms_all_heads = layer->norms_all_heads, .eps = layer->eps,
+        .norms_all_heads = layer->norms_all_heads, .norms_values = layer->norms_values, .eps = layer->eps,
     };
     pagoda_rope_and_store(&rope);
     pagoda_attention_call attention = {
@@ -50,7 +52,7 @@ static void add_attention(const pagoda_layer *layer, const pagoda_step *step, pa
     if (layer->gate_width)
         pagoda_gate_attended(step->attended, layer->is_bf16, step->wide, stride, step->num_tokens, layer->gate_width);
     pagoda_pack_rows(rows, step->attended, layer->is_bf16, layer->output.kind, layer->output.in_features, NULL, 0);
-    add_to_hidden(layer, step, rows, &layer->output, layer->attention_output_norm, PAGODA_STORE);
+    add_to_hidden(layer, step, rows, &layer->output, layer->attention_output_norm, 1, PAGODA_STORE);
 }
 
 void pagoda_mixer_half(const pagoda_layer *layer, const pagoda_step *step, const pagoda_layer_cache *cache) {
@@ -67,7 +69,7 @@ void pagoda_mixer_half(const pagoda_layer *layer, const pagoda_step *step, const
     if (has_attention) add_attention(layer, step, &rows, cache); /* changes the rows and the hidden states */
     if (!recurrent) return;
     pagoda_pack_rows(&rows, step->mixed, 0, recurrent->output.kind, recurrent->output.in_features, NULL, 0);
-    add_to_hidden(layer, step, &rows, &recurrent->output, layer->attention_output_norm,
+    add_to_hidden(layer, step, &rows, &recurrent->output, layer->attention_output_norm, 1,
                   has_attention ? PAGODA_ADD : PAGODA_STORE);
 }
 
@@ -85,7 +87,7 @@ void pagoda_mlp_half(const pagoda_layer *layer, const pagoda_step *step) {
                      layer->eps);
     pagoda_linear(step->wide, layer->intermediate_size, &rows, &layer->gate_up, epilogues[layer->activation]);
     pagoda_pack_rows(&rows, step->wide, 0, layer->down.kind, layer->down.in_features, NULL, 0);
-    add_to_hidden(layer, step, &rows, &layer->down, layer->mlp_output_norm, PAGODA_STORE);
+    add_to_hidden(layer, step, &rows, &layer->down, layer->mlp_output_norm, layer->output_scale, PAGODA_STORE);
 }
 
 void pagoda_layers(const pagoda_layer *const *layers, int32_t num_layers, const pagoda_step *step,

@@ -19,7 +19,8 @@ enum { PAGODA_SILU = 0, PAGODA_GELU = 1, PAGODA_RELU_SQUARED = 2 };
 
 /* One layer's weights and sizes: CLayer in kernels/cpu/bindings.py. */
 typedef struct {
-    pagoda_weight qkv;        /* outputs: gate_width of the gate of attention's output, then queries, keys, values */
+    pagoda_weight qkv;        /* outputs: gate_width of the gate of attention's output, then queries, keys, values;
+                               * only queries if the layer reads the cache of another one */
     pagoda_weight output;
     pagoda_weight gate_up;    /* panels alternate between the gate's and up's; without a gate they are all up's */
     pagoda_weight down;
@@ -40,10 +41,12 @@ typedef struct {
     int32_t sliding_window;    /* 0: none */
     int32_t is_bf16;           /* the KV cache; else float32 */
     int32_t norms_all_heads;   /* query_norm and key_norm are over a token's heads together; else over each head */
+    int32_t norms_values;      /* values are divided by the root mean square of their head */
     int32_t activation;        /* of the feed-forward: PAGODA_SILU, PAGODA_GELU; PAGODA_RELU_SQUARED has no gate */
     float eps, scale;
     float softcap;             /* of attention's scores; 0: none */
     float residual_multiplier; /* of what is added to the residual stream */
+    float output_scale;        /* of the residual stream after the feed-forward */
 } pagoda_layer;
 
 /* One step's batch and scratch memory: CStep in kernels/cpu/bindings.py. */
@@ -67,7 +70,7 @@ typedef struct {
 /* What a layer caches: CLayerCache in kernels/cpu/bindings.py. NULL: it has no such cache. */
 typedef struct {
     void *keys, *values;
-    const int64_t *slot_mapping; /* of the step's tokens, and block tables: of these keys and values */
+    const int64_t *slot_mapping; /* of the step's tokens; NULL: another layer writes these keys and values */
     const int32_t *block_tables;
     float *conv_state, *state; /* as pagoda_recurrent_call has them */
 } pagoda_layer_cache;

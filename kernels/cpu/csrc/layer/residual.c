@@ -10,7 +10,7 @@ typedef struct {
     float *hidden;
     const float *addend, *norm;
     int64_t width;
-    float eps, multiplier;
+    float eps, multiplier, scale;
 } residual_call;
 
 /* Adds one row. */
@@ -23,13 +23,13 @@ static void add_row(void *args, int64_t index) {
         int64_t count = call->width - i;
         f32x16 x = load_some(addend, false, i, count);
         if (call->norm) x = x * factor * load_some(call->norm, false, i, count);
-        store_some(hidden, false, i, load_some(hidden, false, i, count) + x * call->multiplier, count);
+        store_some(hidden, false, i, (load_some(hidden, false, i, count) + x * call->multiplier) * call->scale, count);
     }
 }
 
 void pagoda_add_to_residual(float *hidden, const float *addend, int32_t num_rows, int32_t width, const float *norm,
-                            float eps, float multiplier) {
-    residual_call call = {hidden, addend, norm, width, eps, multiplier};
+                            float eps, float multiplier, float scale) {
+    residual_call call = {hidden, addend, norm, width, eps, multiplier, scale};
     pagoda_for_each_row(num_rows, (int64_t)num_rows * width, add_row, &call);
 }
 

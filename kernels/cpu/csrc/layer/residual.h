@@ -4,10 +4,10 @@
 
 #include <stdint.h>
 
-/* hidden += multiplier * addend, both float32 [num_rows, width]; with `norm` [width] the addend's rows are first divided
+/* hidden = scale * (hidden + multiplier * addend), both float32 [num_rows, width]; with `norm` [width] the addend's rows are first divided
  * by their root mean square and multiplied by `norm` (RMSNorm, Zhang and Sennrich, 2019). */
 void pagoda_add_to_residual(float *hidden, const float *addend, int32_t num_rows, int32_t width, const float *norm,
-                            float eps, float multiplier);
+                            float eps, float multiplier, float scale);
 
 /* scores [num_rows, width] = softcap * tanh(scores / softcap) (Gemma 2, 2024). */
 void pagoda_cap_rows(float *scores, int32_t num_rows, int32_t width, float softcap);

@@ -40,6 +40,17 @@ static void rotate_heads(const pagoda_rope_call *call, const float *head, int64_
     }
 }
 
+/* Stores the values of a token, from element `at` of the cache on. */
+static void store_values(const pagoda_rope_call *call, const float *head, int64_t at) {
+    int64_t width = call->head_dim;
+    for (int64_t i = 0; i < call->num_kv_heads; i++, head += width, at += width) {
+        float factor = call->norms_values ? rms_norm_factor(head, false, width, call->eps) : 1;
+        for (int64_t j = 0; j < width; j += LANES)
+            store_some(call->value_cache, call->is_bf16, at + j, load_some(head, false, j, width - j) * factor,
+                       width - j);
+    }
+}
+
 /* Rotates the queries and keys of one token, and stores its keys and values. */
 static void rope_token(void *args, int64_t token) {
     const pagoda_rope_call *call = args;
@@ -48,13 +59,11 @@ static void rope_token(void *args, int64_t token) {
     const float *cosines = call->rope ? call->rope + call->positions[token] * width : head; /* not read without */
     int64_t size = call->num_kv_heads * width;
     rotate_heads(call, head, call->num_heads, call->query_norm, cosines, call->query, token * call->num_heads * width);
-    int64_t slot = call->slot_mapping[token];
+    int64_t slot = call->slot_mapping ? call->slot_mapping[token] : -1;
     if (slot < 0) return;
     head += call->num_heads * width;
     rotate_heads(call, head, call->num_kv_heads, call->key_norm, cosines, call->key_cache, slot * size);
-    head += size;
-    for (int64_t i = 0; i < size; i += LANES)
-        store_some(call->value_cache, call->is_bf16, slot * size + i, load_some(head, false, i, size - i), size - i);
+    store_values(call, head + size, slot * size);
 }
 
 void pagoda_rope_and_store(const pagoda_rope_call *call) {

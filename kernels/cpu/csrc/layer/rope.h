@@ -13,11 +13,12 @@ typedef struct {
     const float *query_norm; /* [head_dim] of an RMSNorm of each head, or [num_heads, head_dim] of all; or NULL */
     const float *key_norm;
     const int64_t *positions;    /* [num_tokens] */
-    const int64_t *slot_mapping; /* [num_tokens]; -1: not written */
+    const int64_t *slot_mapping; /* [num_tokens]; -1: not written; NULL: qkv has only queries, and nothing is written */
     int64_t stride;
     int32_t num_tokens, num_heads, num_kv_heads, head_dim;
     int32_t is_bf16; /* the cache and the query; else float32 */
     int32_t norms_all_heads; /* a norm divides by the root mean square of a token's heads together */
+    int32_t norms_values;    /* values are divided by the root mean square of their head */
     float eps;
 } pagoda_rope_call;
 

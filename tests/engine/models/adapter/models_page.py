@@ -21,9 +21,10 @@ from tests.engine.models.adapter.checkpoints_by_name import by_name
 from tests.engine.models.adapter.greedy_answers import SETTINGS
 from tests.engine.models.adapter.test_answers import FEW, KINDS
 from tests.engine.models.adapter.test_logits import WINDOWS
-from tests.engine.models.adapter.tiny_models import TINY_MODELS, TinyModel
+from tests.engine.models.adapter.tiny_models import TINY_MODELS, WINDOW, TinyModel
 from tests.engine.models.decoder.dense_families import DENSE_FAMILIES
 from tests.engine.models.decoder.experts.test_logits import WINDOWED
+from tests.engine.models.decoder.gemma.gemma_families import GEMMA_FAMILIES
 from tests.engine.models.decoder.recurrent.recurrent_families import RECURRENT_FAMILIES, recurrent_architecture
 from tests.engine.models.gguf.converted import ARCHITECTURES as GGUF_MODELS
 from tests.engine.models.multimodal.tiny_checkpoints import TINY, TinyMultimodal
@@ -59,16 +60,20 @@ checkpoint of real size was loaded, only tiny ones with the same fields, names a
 
 The tiny models below are compared with transformers' `generate` in `tests/engine/models/`, and so are tensor-parallel
 ranks, int8 and every setting of the engine. On a CPU all of them run in the C kernels, soft-caps included, but for
-Nemotron 3 Super, whose experts have projections around all of them: it runs as torch's operators around recurrences in
-C. On several tensor-parallel ranks transformers' modules compute OLMo 2 and 3, whose norms of queries and keys are over
-all heads. Of experts only those that a token is routed to are computed, in C on a CPU and in Triton on a GPU; int8
-experts need the C kernels.
+Nemotron 3 Super, whose experts have projections around all of them, Gemma 4 26B-A4B, whose experts are beside a dense
+feed-forward, and Gemma 4 E2B and E4B, whose layers have embeddings of their own: they run as torch's operators around
+recurrences or attention in C. On several tensor-parallel ranks transformers' modules compute OLMo 2 and 3, whose norms
+of queries and keys are over all heads. Of experts only those that a token is routed to are computed, in C on a CPU and
+in Triton on a GPU; int8 experts need the C kernels.
 
 Of models with recurrent layers the logits of every token are compared with those of transformers, within 1e-5 of the
 largest, in packed steps of chunks and decodes, and tokens and beams with those of `generate`, with preempted requests
 and prompts that resume at snapshots (`tests/engine/models/decoder/recurrent/`). Their states are float32. Ranks share
 a model whose heads of every kind and groups of heads they divide. Layers that predict further tokens (`mtp.*`) are not
 loaded.
+
+Layers of Gemma 4 differ in the size and number of their heads, and the last ones of E2B and E4B read the keys and
+values of earlier ones. Their logits, tokens and beams are compared likewise (`tests/engine/models/decoder/gemma/`).
 
 | architecture | tiny models compared | attention and feed-forward | ranks compared |
 | --- | --- | --- | --- |
@@ -186,6 +191,9 @@ def own_models() -> dict[str, list[str]]:
     architectures = {name: model.__name__ for name, (_, model, _) in (FAMILIES | EXPERT_FAMILIES).items()}
     architectures |= {name: architecture for name, (architecture, _) in DENSE_FAMILIES.items()}
     architectures |= {name: recurrent_architecture(name) for name in RECURRENT_FAMILIES}
+    architectures |= {
+        name: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type] for name, (model_type, _) in GEMMA_FAMILIES.items()
+    }
     models: dict[str, list[str]] = {}
     for name, architecture in sorted(architectures.items()):
         models.setdefault(architecture, []).append(name)
@@ -242,9 +250,10 @@ def _own_row(architecture: str, names: list[str]) -> str:
         "sliding windows": any(windows),
         "soft-caps": family.caps_attention,
         "experts": family.has_experts,
+        "shared keys and values": any(option.get("num_kv_shared_layers") for option in options),
     }
     ranks = "2 and 4" if names[0] in SHARED_BY_RANKS else "by transformers' modules"
-    if family.recurrent is not None:
+    if family.recurrent is not None or family.has_layer_heads:
         ranks = "2"
     return f"| `{architecture}` | {', '.join(names)} | {_listed(features)} | {ranks} |"
 
@@ -252,6 +261,8 @@ def _own_row(architecture: str, names: list[str]) -> str:
 def _own_options(name: str) -> dict[str, Any]:
     if name in RECURRENT_FAMILIES:
         return RECURRENT_FAMILIES[name][1]
+    if name in GEMMA_FAMILIES:
+        return {"sliding_window": WINDOW} | GEMMA_FAMILIES[name][1]
     if name in DENSE_FAMILIES:
         architecture, options = DENSE_FAMILIES[name]
         return TINY_MODELS[architecture].options | options

@@ -79,7 +79,6 @@ PUBLISHED: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "Phi-4-multimodal-instruct": ("Phi4MMForCausalLM", "phi4mm", OWN_CODE, NO_CLASS),
     "Step-3.7-Flash": ("Step3p7FlashForCausalLM", "step3p7", FP8, "its layers differ in the number of their att"),
     "gemma-3n-E4B-it": ("Gemma3nForConditionalGeneration", "gemma3n", {}, part("Gemma3nForCausalLM", SHARED)),
-    "gemma-4-26B-A4B": ("Gemma4ForConditionalGeneration", "gemma4", {}, part("Gemma4ForCausalLM", SHARED)),
     "whisper-large-v3": ("WhisperForConditionalGeneration", "whisper", {}, "it is an encoder, or needs one"),
 }
 

@@ -37,7 +37,7 @@ def test_is_the_config_of_the_converted_model(converted: Converted, name: str) -
     assert replace(ours, dtype=None) == replace(theirs, dtype=None)
     assert type(ours) is (TransformersConfig if name == "gpt-oss" else ModelConfig)
     if isinstance(ours, ModelConfig):
-        tables = [rope_tables(config, ours.rope, ours.head_dim, 512) for config in (read, original)]
+        tables = [rope_tables(config, ours.rope, ours.rope_widths, 512) for config in (read, original)]
         torch.testing.assert_close(*tables, rtol=0, atol=1e-6 if name == "llama" else 0)
 
 

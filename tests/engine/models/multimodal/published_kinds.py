@@ -7,6 +7,8 @@ from tests.engine.models.multimodal.tiny_multimodal import (
     CLIP,
     EXPERTS,
     GATED_DELTA,
+    GEMMA4,
+    GEMMA4_TOKENS,
     IMAGE_TOKENS,
     MISTRAL,
     PIXTRAL,
@@ -18,6 +20,8 @@ from tests.engine.models.multimodal.tiny_multimodal import (
     TinyMultimodal,
 )
 
+GEMMA4_VISION = PLAIN_VISION | {"model_type": "gemma4_vision", "num_key_value_heads": 2, "head_dim": 8}
+GEMMA4_VISION |= {"patch_size": 2, "position_embedding_size": 4, "pooling_kernel_size": 2}
 LLAVA_NAMES = ("language_model.model.layers.0.self_attn.q_proj.weight", "language_model.model.embed_tokens.weight")
 LLAVA_NAMES += ("language_model.lm_head.weight", "multi_modal_projector.linear_1.weight")
 
@@ -37,6 +41,45 @@ PUBLISHED_KINDS: dict[str, TinyMultimodal] = {
             "multi_modal_projector.mm_input_projection_weight",
         ),
         vision_prefix="vision_tower.vision_model.",
+    ),
+    "gemma4": TinyMultimodal(
+        "gemma-4-31B-it, gemma-4-26B-A4B, gemma-4-26B-A4B-it",
+        "Gemma4ForConditionalGeneration",
+        "gemma4",
+        TEXT
+        | GEMMA4
+        | {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "enable_moe_block": True}
+        | {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24},
+        {"vision_config": GEMMA4_VISION, "audio_config": None, "tie_word_embeddings": True, **GEMMA4_TOKENS},
+        (
+            *("model.language_model.layers.0.layer_scalar", "model.language_model.layers.1.router.per_expert_scale"),
+            *("model.language_model.layers.0.experts.gate_up_proj", "model.language_model.embed_tokens.weight"),
+            "model.embed_vision.embedding_projection.weight",
+        ),
+    ),
+    "gemma4-e4b": TinyMultimodal(
+        "gemma-4-E2B-it, gemma-4-E4B-it",
+        "Gemma4ForConditionalGeneration",
+        "gemma4",
+        TEXT
+        | GEMMA4
+        | {"model_type": "gemma4_text", "num_hidden_layers": 4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2, "attention_k_eq_v": False}
+        | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 120},
+        {"vision_config": GEMMA4_VISION, "audio_config": None, "tie_word_embeddings": True, **GEMMA4_TOKENS},
+        (
+            "model.language_model.embed_tokens_per_layer.weight",
+            "model.language_model.layers.3.per_layer_input_gate.weight",
+        ),
+    ),
+    "gemma4-unified": TinyMultimodal(
+        "gemma-4-12B-it",
+        "Gemma4UnifiedForConditionalGeneration",
+        "gemma4_unified",
+        TEXT | GEMMA4 | {"model_type": "gemma4_unified_text"},
+        {"vision_config": {"patch_size": 2, "pooling_kernel_size": 2, "mm_embed_dim": 8, "mm_posemb_size": 4}}
+        | {"audio_config": {"audio_embed_dim": 8}, "tie_word_embeddings": True, **GEMMA4_TOKENS},
+        ("model.language_model.layers.0.layer_scalar", "model.language_model.embed_tokens.weight"),
     ),
     "mistral3": TinyMultimodal(
         "Mistral-Small-3.1-24B-Instruct-2503, Mistral-Small-3.2-24B-Instruct-2506, Magistral-Small-2509",

@@ -9,9 +9,10 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
+from engine.models.config.architectures import PROVEN
 from engine.models.config.families import ARCHITECTURES, Family
 from engine.models.config.text_parts import TEXT_ARCHITECTURES
-from tests.engine.models.adapter.tiny_models import VOCAB_SIZE
+from tests.engine.models.adapter.tiny_models import VOCAB_SIZE, WINDOW
 
 TEXT: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -52,6 +53,18 @@ SIGLIP = PLAIN_VISION | {"model_type": "siglip_vision_model", "image_size": 28, 
 CLIP = SIGLIP | {"model_type": "clip_vision_model", "projection_dim": 8}
 PIXTRAL = PLAIN_VISION | {"model_type": "pixtral", "head_dim": 8, "image_size": 28, "patch_size": 14}
 QWEN_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
+GEMMA4: dict[str, Any] = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "use_bidirectional_attention": "vision",
+    "final_logit_softcapping": 30.0,
+    "eos_token_id": 1,
+}
+GEMMA4_TOKENS = {"image_token_id": 258880, "video_token_id": 258884, "audio_token_id": 258881, "eos_token_id": [1, 106]}
 IMAGE_TOKENS = {"image_token_id": 110, "video_token_id": 111, "vision_start_token_id": 112, "vision_end_token_id": 113}
 
 
@@ -93,7 +106,7 @@ class TinyMultimodal:
     @property
     def implementations(self) -> tuple[str, ...]:
         """The values of model_impl that serve it, one for each implementation."""
-        return ("auto",) if self.has_states else ("auto", "transformers")
+        return ("auto", "transformers") if TEXT_ARCHITECTURES[self.text_type] in PROVEN else ("auto",)
 
     @property
     def config_json(self) -> dict[str, Any]:
@@ -111,8 +124,14 @@ class TinyMultimodal:
         config = CONFIG_MAPPING[self.model_type].from_dict(self.config_json)
         model: PreTrainedModel = getattr(transformers, self.architecture)(config).eval()
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if parameter.dim() == 1 and name.endswith("weight"):  # a norm
+            buffers = dict(model.named_buffers())
+            for name, parameter in (*model.named_parameters(), *model.named_buffers()):
+                kind = name.rpartition(".")[2]
+                if kind in ("scale", "per_expert_scale", "layer_scalar"):  # of Gemma 4
+                    parameter.uniform_(0.5, 1.5)
+                elif name in buffers:
+                    continue
+                elif parameter.dim() == 1 and name.endswith("weight"):  # a norm
                     parameter.uniform_(0.5, 1.5)
                 else:
                     parameter.normal_(0.0, 0.2)

@@ -86,7 +86,7 @@ class Checks:
         """Keep what a replay may read: weights, caches, block tables, page maps, and what is the same in each step."""
         worker, inputs = self.worker, graph.inputs
         caches = [part for layer in worker.kv_cache.layers for part in layer]
-        kept = [*worker.shard.model.parameters(), worker.shard.model.rope, *caches, worker.block_tables._array]
+        kept = [*worker.shard.model.parameters(), *worker.shard.model.rope, *caches, worker.block_tables._array]
         kept += [page_map._pages for page_map in worker.page_maps]
         for other in self.graphs._graphs:
             kept.append(other.inputs._cu_seqlens_q)

@@ -1,0 +1,237 @@
+"""Gemma 4 against transformers: logits of every token, in packed steps of chunks and decodes.
+
+Contexts are longer than two windows. No feature of a kind can be left out unnoticed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from engine.errors import ModelLoadError
+from engine.kv.layer_cache import KeyValue, SharedWith
+from engine.models.config.model_config import ModelConfig, load_hf_config
+from engine.models.config.weight_scales import WeightScales
+from engine.models.decoder import loader
+from engine.models.decoder.cpu_decoder import CpuDecoder
+from engine.models.decoder.decoder import Decoder
+from engine.models.tensor_parallel import TensorParallel
+from kernels.cpu.library import library
+from kernels.cpu.linear import has_int8
+from kernels.layer_ops.base import LayerCache
+from kernels.layer_ops.torch import TorchOps
+from tests.engine.models.adapter.packed_steps import make_sequences, packed_logits
+from tests.engine.models.adapter.tiny_models import WINDOW
+from tests.engine.models.decoder.gemma.conftest import Saved
+from tests.engine.models.decoder.gemma.gemma_families import GEMMA_FAMILIES
+
+TOLERANCE = 1e-5  # of the largest logit of a sequence
+NOT_IN_C = ("gemma-4-26b-a4b", "gemma-4-e4b", "gemma-4-e2b")  # experts beside dense ones, embeddings for each layer
+Change = Callable[[ModelConfig], ModelConfig]
+
+
+def load(path: str, change: Change | None = None, hf_config: Any = None, **options: Any) -> Any:
+    """Load a model; with ``change``, as if its config said something else."""
+    from_hf = ModelConfig.from_hf
+    with pytest.MonkeyPatch.context() as patched:
+        if change is not None:
+            patched.setattr(ModelConfig, "from_hf", lambda config: change(from_hf(config)))
+        options = {"dtype": torch.float32, "device": torch.device("cpu"), "parallel": TensorParallel()} | options
+        return loader.load_decoder(path, hf_config or load_hf_config(path), max_model_len=64, **options)
+
+
+def largest_error(decoder: Any, saved: Saved) -> float:
+    """Return the largest difference of a logit, relative to the largest logit of its sequence."""
+    computed = packed_logits(decoder, make_sequences())
+    return max(
+        float((got - want).abs().max() / want.abs().max())
+        for got, want in zip(computed, saved.expected_logits, strict=True)
+    )
+
+
+@pytest.fixture
+def only_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "cpu_kernels_can_run", lambda *_: False)
+
+
+@pytest.mark.parametrize("name", GEMMA_FAMILIES)
+@pytest.mark.usefixtures("only_torch")
+def test_logits_equal_those_of_transformers(saved: Callable[[str], Saved], name: str) -> None:
+    decoder = load(saved(name).path)
+    assert isinstance(decoder, Decoder)
+    assert largest_error(decoder, saved(name)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", GEMMA_FAMILIES)
+def test_logits_of_the_c_kernels_equal_those_of_transformers(saved: Callable[[str], Saved], name: str) -> None:
+    if library() is None:
+        pytest.skip("no C compiler is installed")
+    decoder = load(saved(name).path)
+    assert isinstance(decoder, Decoder if name in NOT_IN_C else CpuDecoder)
+    assert name in NOT_IN_C or largest_error(decoder, saved(name)) < TOLERANCE
+
+
+def test_layers_cache_what_they_read(saved: Callable[[str], Saved]) -> None:
+    dense, sharing = (load(saved(f"gemma-4-{name}").path).layer_caches for name in ("31b", "e4b"))
+    sliding = KeyValue(2, 16, 16, WINDOW)
+    assert dense == (sliding, KeyValue(1, 32, 32)) * 2
+    assert sharing == (*(sliding, KeyValue(2, 32, 32)) * 2, SharedWith(2), SharedWith(2), SharedWith(3))
+
+
+def mean_error(computed: list[torch.Tensor], saved: Saved) -> float:
+    """Return the mean difference of a logit from that of transformers in float32."""
+    return float((torch.cat(computed) - torch.cat(saved.expected_logits)).abs().mean())
+
+
+@pytest.mark.parametrize("name", GEMMA_FAMILIES)
+def test_bfloat16_is_as_exact_as_that_of_transformers(saved: Callable[[str], Saved], name: str) -> None:
+    computed = packed_logits(load(saved(name).path, dtype=torch.bfloat16), make_sequences(), torch.bfloat16)
+    half = copy.deepcopy(saved(name).model).to(torch.bfloat16)
+    with torch.inference_mode():
+        theirs = [half(tokens[None], use_cache=False).logits[0].float() for tokens in make_sequences()]
+    assert mean_error(computed, saved(name)) < 1.5 * mean_error(theirs, saved(name))
+
+
+def test_int8_of_the_kernels_is_as_exact_as_that_of_torch(saved: Callable[[str], Saved]) -> None:
+    if library() is None or not has_int8():
+        pytest.skip("there is no C compiler, or the processor has no instruction for int8")
+    model = saved("gemma-4-31b")
+    errors = [
+        mean_error(packed_logits(load(model.path, quantization="int8", **options), make_sequences()), model)
+        for options in ({}, {"use_cpu_kernels": False})
+    ]
+    assert errors[0] < 1.2 * errors[1]
+
+
+# --- planted errors -------------------------------------------------------------------------------------------------
+
+
+def _with(**changes: Any) -> Change:
+    return lambda config: replace(config, **changes)
+
+
+def _with_heads(**changes: Any) -> Change:
+    return lambda config: replace(config, layer_heads=replace(config.layer_heads, **changes))
+
+
+PLANTED: dict[str, tuple[str, Change]] = {
+    "keys of an earlier layer of the type": ("gemma-4-e4b", _with_heads(shared={4: 0, 5: 2, 6: 3})),
+    "keys of a layer of the other type": ("gemma-4-e2b", _with_heads(shared={4: 2, 5: 3, 6: 3})),
+    "values not normalized": ("gemma-4-31b", _with(normalizes_values=False)),
+    "values not normalized where they have a projection": ("gemma-4-12b", _with(normalizes_values=False)),
+    "scores scaled": ("gemma-4-31b", _with(attention_scale=16**-0.5)),
+    "logits not capped": ("gemma-4-31b", _with(logits_softcap=None)),
+    "embeddings not scaled": ("gemma-4-12b", _with(embedding_multiplier=1.0)),
+    "norms that add one": ("gemma-4-31b", _with(norms_add_one=True)),
+    "windows ignored": ("gemma-4-31b", _with(sliding_windows=(None,) * 4)),
+    "another activation": ("gemma-4-12b", _with(activation="silu")),
+    "the router's scale without the root of the width": ("gemma-4-26b-a4b", _with(weight_scales=WeightScales())),
+}
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_a_feature_that_is_left_out_is_noticed(saved: Callable[[str], Saved], planted: str) -> None:
+    name, change = PLANTED[planted]
+    assert largest_error(load(saved(name).path, change), saved(name)) > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("rope_type", ["default", "first quarter of the head"])
+def test_another_rope_of_full_layers_is_noticed(saved: Callable[[str], Saved], rope_type: str) -> None:
+    """Frequencies of the whole head, and frequencies whose exponents are over a quarter of it."""
+    model = saved("gemma-4-31b")
+    config = load_hf_config(model.path)
+    full = config.rope_parameters["full_attention"]
+    if rope_type == "default":
+        config.rope_parameters["full_attention"] = {"rope_type": "default", "rope_theta": full["rope_theta"]}
+    else:
+        full["rope_theta"] **= 4.0
+    assert largest_error(load(model.path, hf_config=config), model) > 10 * TOLERANCE
+
+
+def _values_from_normed_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = TorchOps.rotate_and_store
+
+    def wrong(ops: TorchOps, qkv: torch.Tensor, *args: Any) -> torch.Tensor:
+        query = right(ops, qkv, *args)
+        cache: LayerCache = args[3]
+        if cache.keys.shape[3] == 32:  # a full-attention layer
+            cache.values.copy_(F.rms_norm(cache.keys, (32,), eps=1e-6))
+        return query
+
+    monkeypatch.setattr(TorchOps, "rotate_and_store", wrong)
+
+
+@pytest.mark.usefixtures("only_torch")
+def test_values_taken_from_keys_after_their_norm_are_noticed(
+    saved: Callable[[str], Saved], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = saved("gemma-4-31b")
+    _values_from_normed_keys(monkeypatch)
+    assert largest_error(load(model.path), model) > 10 * TOLERANCE
+
+
+CHANGED: dict[str, tuple[str, Callable[[Any], object]]] = {
+    "layer scalars": ("gemma-4-31b", lambda layer: layer.layer_scalar.data.fill_(1.0)),
+    "the router's scale": ("gemma-4-26b-a4b", lambda layer: layer.mlp.router_norm.weight.data.fill_(64**-0.5)),
+    "scales of experts": ("gemma-4-26b-a4b", lambda layer: layer.mlp.sparse.expert_scale.data.fill_(1.0)),
+    "the norm of experts' outputs": (
+        "gemma-4-26b-a4b",
+        lambda layer: layer.mlp.sparse_output_norm.weight.data.fill_(1.0),
+    ),
+    "a layer's own input": ("gemma-4-e4b", lambda layer: layer.per_layer_input.gate.weight.data.zero_()),
+    "the norm of a layer's own input": (
+        "gemma-4-e4b",
+        lambda layer: layer.per_layer_output_norm.weight.data.fill_(1.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("changed", CHANGED)
+@pytest.mark.usefixtures("only_torch")
+def test_a_weight_that_is_left_out_is_noticed(saved: Callable[[str], Saved], changed: str) -> None:
+    name, change = CHANGED[changed]
+    decoder = load(saved(name).path)
+    change(decoder.layers[1])
+    assert largest_error(decoder, saved(name)) > 10 * TOLERANCE
+
+
+@pytest.mark.usefixtures("only_torch")
+@pytest.mark.parametrize("changed", ["embed_tokens_per_layer", "per_layer_model_projection"])
+def test_half_of_the_layers_inputs_left_out_is_noticed(saved: Callable[[str], Saved], changed: str) -> None:
+    decoder = load(saved("gemma-4-e2b").path)
+    getattr(decoder.per_layer_inputs, changed).weight.data.zero_()
+    assert largest_error(decoder, saved("gemma-4-e2b")) > 10 * TOLERANCE
+
+
+def test_a_scalar_of_a_layer_in_c_that_is_left_out_is_noticed(saved: Callable[[str], Saved]) -> None:
+    if library() is None:
+        pytest.skip("no C compiler is installed")
+    decoder = load(saved("gemma-4-12b").path)
+    decoder.layers[1].c_layer.output_scale = 1.0
+    assert largest_error(decoder, saved("gemma-4-12b")) > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("gemma-4-e4b", _with(wide_layers=frozenset()), r"mlp\.gate_proj\.weight' .* has shape \[192, 64\]"),
+        (
+            "gemma-4-31b",
+            _with_heads(values_are_keys=frozenset()),
+            r"lacks the tensor 'model\.layers\.1\.self_attn\.v_proj\.weight'",
+        ),
+        ("gemma-4-e4b", _with_heads(shared={}), r"self_attn\.k_proj\.weight' .* has shape \[3\]"),
+        ("gemma-4-31b", _with(has_layer_scalars=False), r"tensors that a Gemma4ForCausalLM does not, .*layer_scalar"),
+    ],
+)
+def test_a_feature_that_changes_shapes_cannot_be_left_out(
+    saved: Callable[[str], Saved], name: str, change: Change, message: str
+) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        load(saved(name).path, change)
