@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.result_file import write_result
 from engine.kv.block_manager import BlockManager
 from engine.kv.growth import Growth
-from engine.kv.layer_cache import KeyValue, Latent, LayerCache, State, TokenCache, without_windows
+from engine.kv.layer_cache import KeyValue, Latent, LayerCache, SharedWith, State, TokenCache, without_windows
 from engine.kv.pool_sizes import PageSizes, PoolSizes
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
@@ -31,6 +31,8 @@ MEMORY = {
     "gpt-oss-20b": 32 * 2**30,
     "qwen3.5-9b": 64 * 2**30,
     "deepseek-v3": 32 * 2**30,
+    "gemma4-26b-a4b": 32 * 2**30,
+    "gemma4-e4b": 32 * 2**30,
 }
 
 
@@ -55,7 +57,25 @@ def deepseek_v3() -> list[LayerCache]:
     return [Latent(512, 64)] * 61
 
 
-SHAPES = {"gemma3-27b": gemma3_27b, "gpt-oss-20b": gpt_oss_20b, "qwen3.5-9b": qwen3_5_9b, "deepseek-v3": deepseek_v3}
+def gemma4_26b_a4b() -> list[LayerCache]:
+    """30 layers, of which every sixth attends to everything, with fewer and wider heads."""
+    return [KeyValue(2, 512, 512) if (layer + 1) % 6 == 0 else KeyValue(8, 256, 256, 1024) for layer in range(30)]
+
+
+def gemma4_e4b() -> list[LayerCache]:
+    """42 layers, of which the last 18 read the keys and values of the last ones before them."""
+    own = [KeyValue(2, 512, 512) if (layer + 1) % 6 == 0 else KeyValue(2, 256, 256, 512) for layer in range(24)]
+    return [*own, *(SharedWith(23 if (layer + 1) % 6 == 0 else 22) for layer in range(24, 42))]
+
+
+SHAPES = {
+    "gemma3-27b": gemma3_27b,
+    "gpt-oss-20b": gpt_oss_20b,
+    "qwen3.5-9b": qwen3_5_9b,
+    "deepseek-v3": deepseek_v3,
+    "gemma4-26b-a4b": gemma4_26b_a4b,
+    "gemma4-e4b": gemma4_e4b,
+}
 
 
 @dataclass(frozen=True)
@@ -160,7 +180,7 @@ def main() -> None:
     rows = [measure(name, context, num_snapshots=0) for name in SHAPES for context in CONTEXTS]
     for row in rows:
         print(
-            f"{row.shape:12} {row.context:6,} tokens: {row.tokens:9,} of {row.allowed:9,} fit, {row.share:.3f}; "
+            f"{row.shape:14} {row.context:6,} tokens: {row.tokens:9,} of {row.allowed:9,} fit, {row.share:.3f}; "
             f"with all layers kept {row.all_layers_kept:9,}"
         )
     if args.out:

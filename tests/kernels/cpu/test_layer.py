@@ -36,8 +36,9 @@ SHAPES = {
     "OLMo 2": replace(SHAPE, norms_all_heads=True),
     "Qwen3-Next": replace(SHAPE, gates_attention=True),
     "Nemotron": replace(SHAPE, has_mlp_gate=False),
+    "Gemma 4": replace(SHAPE, scale=1.0, norms_values=True, activation="gelu_tanh"),
 }
-WITH_OUTPUT_NORMS = (SHAPES["Gemma 2"], SHAPES["OLMo 2"])
+WITH_OUTPUT_NORMS = (SHAPES["Gemma 2"], SHAPES["Gemma 4"], SHAPES["OLMo 2"])
 WITHOUT_INPUT_NORMS = (SHAPES["OLMo 2"],)
 BLOCK_SIZE = 4
 NUM_TOKENS = 7
@@ -126,7 +127,10 @@ class Step:
         gate, qkv = qkv.split((qkv.shape[1] - query_size - 2 * kv_size, query_size + 2 * kv_size), dim=1)
         query, key, value = qkv.split((query_size, kv_size, kv_size), dim=1)
         query, key = self._rotated("query_norm", query), self._rotated("key_norm", key)
-        store_kvcache(key, self._heads(value), *caches, self.metadata.slot_mapping)
+        value = self._heads(value)
+        if shape.norms_values:
+            value = reference.rms_norm(value, torch.ones(shape.head_dim), shape.norm_eps)
+        store_kvcache(key, value, *caches, self.metadata.slot_mapping)
         scale = shape.head_dim**-0.5 if shape.scale is None else shape.scale
         inputs = AttentionInputs(query, *caches, self.metadata, scale, shape.sliding_window, shape.softcap)
         attended = attention_reference.attention(inputs).flatten(1)
@@ -189,6 +193,40 @@ def test_an_addend_is_added_by_the_caller(step: Step) -> None:
     assert torch.equal(hidden, step.hidden)
     add_mlp(layer, hidden, addend)
     assert_close(hidden, step.hidden + step.expected_mlp(step.hidden))
+
+
+def test_a_layer_that_only_reads_its_cache_has_queries_alone() -> None:
+    """What it reads was written by a layer with the same keys and values."""
+    step = Step(Weights(SHAPE))
+    caches, expected_caches, hidden = step.new_caches(), step.new_caches(), step.hidden.clone()
+    mixer_half(step.weights.packed(), step.for_kernels(step.hidden.clone()), [caches])
+    reader = PackedLayer(replace(SHAPE, stores=False), WeightKind.FLOAT32, torch.float32)
+    query_size = SHAPE.num_heads * SHAPE.head_dim
+    assert reader.qkv.out_features == query_size
+    reader.qkv.set_weight(step.weights.qkv[:query_size])
+    reader.qkv.set_bias(step.weights.qkv_bias[:query_size])
+    reader.output.set_weight(step.weights.output)
+    for name, weight in step.weights.norms.items():
+        reader.set_norm(name, weight)
+    reader.set_rope(step.weights.rope)
+    written = [part.clone() for part in caches]
+    mixer_half(reader, step.for_kernels(hidden), [caches])
+    assert_close(hidden, step.hidden + step.expected_attention(expected_caches))
+    for part, before in zip(caches, written, strict=True):
+        assert torch.equal(part, before)
+
+
+@pytest.mark.parametrize("has_addend", [False, True])
+def test_the_hidden_states_are_scaled_after_the_feed_forward(has_addend: bool) -> None:
+    """Also where ranks sum before."""
+    for shape in (SHAPE, SHAPES["Gemma 4"]):
+        step = Step(Weights(shape))
+        layer, hidden, addend = step.weights.packed(), step.hidden.clone(), torch.empty_like(step.hidden)
+        layer.set_output_scale(0.3)
+        mlp_half(layer, step.for_kernels(hidden, addend if has_addend else None))
+        if has_addend:
+            add_mlp(layer, hidden, addend)
+        assert_close(hidden, 0.3 * (step.hidden + step.expected_mlp(step.hidden)))
 
 
 def test_a_layer_without_rope_rotates_nothing() -> None:

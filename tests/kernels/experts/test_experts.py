@@ -206,6 +206,22 @@ def test_experts_without_a_gate_that_sigmoids_choose(
     assert error < TOLERANCES[dtype]
 
 
+@pytest.mark.parametrize("num_tokens", [2, 33])
+def test_experts_with_gelu_whose_weights_are_scaled(compute: Compute, num_tokens: int, device: torch.device) -> None:
+    """As in Gemma 4."""
+    case, scale = Case(num_tokens, torch.float32, device), random(NUM_EXPERTS, seed=2).to(device)
+    options = {"normalize": True, "activation": "gelu_tanh", "expert_scale": scale}
+    output = compute(case.hidden, case.logits, case.gate_up, case.down, 3, **options)
+    expected = torch.zeros_like(case.hidden, dtype=torch.float64)
+    weights, ids = reference.route(case.logits, 3, normalize=True)
+    for token, (its_weights, its_ids) in enumerate(zip(weights.tolist(), ids.tolist(), strict=True)):
+        for weight, expert in zip(its_weights, its_ids, strict=True):
+            gate, up = (case.gate_up[expert].double() @ case.hidden[token].double()).chunk(2)
+            inner = torch.nn.functional.gelu(gate, approximate="tanh") * up
+            expected[token] += weight * scale[expert].double() * (case.down[expert].double() @ inner)
+    torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=1e-5)
+
+
 def test_several_tiles_and_rows_of_several_blocks(compute: Compute, device: torch.device) -> None:
     Case(130, torch.float32, device, hidden=70, inner=35).check(compute)
 

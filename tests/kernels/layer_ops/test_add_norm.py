@@ -44,6 +44,15 @@ def test_every_placement_and_dtype(
     _check(ops, residual, addend, random.norm(96, adds_one=adds_one) if norms_sum else None)
 
 
+@pytest.mark.parametrize("norms_sum", [False, True])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_a_sum_may_be_scaled(ops: LayerOps, norms_sum: bool, dtype: torch.dtype, device: torch.device) -> None:
+    random = Random(dtype, device)
+    scale = torch.tensor([0.4], dtype=dtype, device=device)
+    addend = Addend(random(3, 96), random.norm(96), 1.0, scale)
+    _check(ops, random(3, 96), addend, random.norm(96) if norms_sum else None)
+
+
 @pytest.mark.parametrize("width", [1, 2, 31, 64, 130, 5000])
 @pytest.mark.parametrize("num_tokens", [0, 1, 7])
 def test_any_width(ops: LayerOps, num_tokens: int, width: int, device: torch.device) -> None:

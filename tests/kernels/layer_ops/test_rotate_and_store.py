@@ -64,6 +64,39 @@ def test_every_norm_shape_and_dtype(
     _check(ops, qkv, (norms[0], norms[1]), rotation, _cache(random, num_kv_heads, head_dim, SLOTS))
 
 
+@pytest.mark.parametrize("has_norms", [True, False])
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS.keys())
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_values_may_be_normalized(
+    ops: LayerOps, has_norms: bool, heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+) -> None:
+    random, (num_heads, num_kv_heads, head_dim) = Random(dtype, device), heads
+    qkv = random(len(SLOTS), (num_heads + 2 * num_kv_heads) * head_dim)
+    norms = [random.norm(head_dim) if has_norms else None for _ in range(2)]
+    cache = _cache(random, num_kv_heads, head_dim, SLOTS)
+    expected_cache = LayerCache(cache.keys.clone(), cache.values.clone(), cache.slot_mapping)
+    rotation = _rotation(random, len(SLOTS), head_dim)
+    got = ops.rotate_and_store(qkv, *norms, rotation, cache, 1e-5)
+    assert_close(got, reference.rotate_and_store(qkv, *norms, rotation, expected_cache, 1e-5))
+    assert_close(cache.keys, expected_cache.keys)
+    assert_close(cache.values, expected_cache.values)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_a_layer_that_only_reads_its_cache_has_queries_alone(
+    ops: LayerOps, dtype: torch.dtype, device: torch.device
+) -> None:
+    random = Random(dtype, device)
+    written = _cache(random, 2, 16, SLOTS)
+    cache = LayerCache(written.keys, written.values, None)
+    query, norm, rotation = random(len(SLOTS), 6 * 16), random.norm(16), _rotation(random, len(SLOTS), 16)
+    got = ops.rotate_and_store(query, norm, None, rotation, cache)
+    assert_close(got, reference.rotate_and_store(query, norm, None, rotation, cache))
+    assert got.shape == (len(SLOTS), 6, 16)
+    assert cache.keys.isnan().all()
+    assert cache.values.isnan().all()
+
+
 @pytest.mark.parametrize("slots", [[], [3], [-1, -1]])
 def test_nothing_one_token_and_padding(ops: LayerOps, slots: list[int], device: torch.device) -> None:
     random = Random(torch.float32, device)
