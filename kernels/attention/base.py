@@ -24,13 +24,14 @@ class AttentionInputs:
     A query at position p of its sequence sees the keys at positions j <= p. With `sliding_window` = W it sees only
     those with p - j < W, as in transformers' Mistral. Query head h reads KV head h // group_size.
 
-    Two options need a backend whose line in registry.py names them. A soft-cap C replaces each score s by
-    C * tanh(s / C) (Gemma 2). A sink is one more score of each query of a head, without a value (GPT-OSS).
+    Some options need a backend whose line in registry.py names them. A soft-cap C replaces each score s by
+    C * tanh(s / C) (Gemma 2). A sink is one more score of each query of a head, without a value (GPT-OSS). With latents
+    there is one KV head, and a value is the beginning of its key: the same memory, which is to be read once.
     """
 
     query: torch.Tensor  # [num_tokens, num_heads, head_dim], packed: see AttentionMetadata
     key_cache: torch.Tensor  # [num_blocks, block_size, num_kv_heads, head_dim]
-    value_cache: torch.Tensor  # the same shape; reference.py also computes values of another size
+    value_cache: torch.Tensor  # the same shape; of latents key_cache[..., :value_dim]
     metadata: AttentionMetadata
     scale: float  # factor of Q K^T
     sliding_window: int | None = None  # tokens; None: no window
@@ -61,6 +62,16 @@ class AttentionInputs:
     def head_dim(self) -> int:
         """Elements of a head."""
         return self.query.shape[2]
+
+    @property
+    def value_dim(self) -> int:
+        """Elements of a head's value, and of its output."""
+        return self.value_cache.shape[3]
+
+    @property
+    def has_latents(self) -> bool:
+        """Whether a value is the beginning of its key."""
+        return self.value_cache.data_ptr() == self.key_cache.data_ptr()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +130,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def forward(self, inputs: AttentionInputs) -> torch.Tensor:
-        """Return softmax(scale * Q K^T) V for every packed query, [num_tokens, num_heads, head_dim].
+        """Return softmax(scale * Q K^T) V for every packed query, [num_tokens, num_heads, value_dim].
 
         The result has the query's dtype; the softmax is computed in float32.
         """

@@ -32,7 +32,7 @@ class CpuBackend(AttentionBackend):
             raise ValueError(f"block_size={block_size} holds no token; the cpu attention backend needs 1 or more")
 
     def forward(self, inputs: AttentionInputs) -> torch.Tensor:
-        can_be_c = self._use_c_kernel and inputs.sinks is None
+        can_be_c = self._use_c_kernel and inputs.sinks is None and not inputs.has_latents
         if can_be_c and c_kernel.is_supported(inputs.key_cache.dtype, inputs.head_dim):
             return c_kernel.paged_attention(inputs)
         return self._sdpa.forward(inputs)

@@ -32,8 +32,9 @@ class SdpaAttention:
     def forward(self, inputs: AttentionInputs) -> torch.Tensor:
         """Compute `AttentionBackend.forward`."""
         query = inputs.query
+        shape = (*query.shape[:2], inputs.value_dim)
         plan = self._plan(inputs.metadata, inputs.block_size, inputs.sliding_window)
-        output = query.new_empty(query.shape) if plan.covers_all_rows else query.new_zeros(query.shape)
+        output = query.new_empty(shape) if plan.covers_all_rows else query.new_zeros(shape)
         for group in plan.decode_groups:
             keys, values = self._gathered.read(inputs, group.slots)
             output[group.query_rows] = _decode(inputs, query[group.query_rows], keys, values, group)
@@ -72,7 +73,10 @@ class _GatherBuffers:
         self._buffers: list[torch.Tensor] = []
 
     def read(self, inputs: AttentionInputs, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values at `slots`, [len(slots), num_kv_heads, head_dim], valid until the next call."""
+        """Return the keys and values at `slots`, [len(slots), num_kv_heads, head_dim], valid until the next call.
+
+        The values of latents are views of the keys.
+        """
         dtype = inputs.key_cache.dtype
         shape = (slots.shape[0], inputs.num_kv_heads, inputs.head_dim)
         size = shape[0] * shape[1] * shape[2]
@@ -81,6 +85,8 @@ class _GatherBuffers:
                 self._buffers = [torch.empty(size, dtype=dtype) for _ in range(2)]
         keys, values = (buffer[:size].view(shape) for buffer in self._buffers)
         torch.index_select(inputs.key_cache.view(-1, *shape[1:]), 0, slots, out=keys)
+        if inputs.has_latents:
+            return keys, keys[..., : inputs.value_dim]
         torch.index_select(inputs.value_cache.view(-1, *shape[1:]), 0, slots, out=values)
         return keys, values
 
@@ -122,9 +128,9 @@ def _decode(
     num_kv_heads = keys.shape[1]
     grouped = query.view(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
     keys = keys.view(num_seqs, -1, num_kv_heads, head_dim).transpose(1, 2)
-    values = values.view(num_seqs, -1, num_kv_heads, head_dim).transpose(1, 2)
+    values = values.view(num_seqs, -1, num_kv_heads, values.shape[2]).transpose(1, 2)
     sinks = None if inputs.sinks is None else inputs.sinks.view(num_kv_heads, -1, 1)
-    return _attend(inputs, grouped, keys, values, group.visible, sinks).reshape(query.shape)
+    return _attend(inputs, grouped, keys, values, group.visible, sinks).reshape(num_seqs, num_heads, -1)
 
 
 def _attend_tile(
@@ -139,8 +145,8 @@ def _attend_tile(
     values = values.transpose(0, 1)[:, None].expand(-1, group_size, -1, -1)
     sinks = None if inputs.sinks is None else inputs.sinks.view(num_kv_heads, group_size, 1, 1)
     attended = _attend(inputs, grouped, keys, values, mask, sinks, is_causal=mask is None)
-    # From [num_kv_heads, group_size, num_rows, head_dim].
-    return attended.permute(2, 0, 1, 3).reshape(query.shape)
+    # From [num_kv_heads, group_size, num_rows, value_dim].
+    return attended.permute(2, 0, 1, 3).reshape(num_rows, num_heads, -1)
 
 
 def _attend(

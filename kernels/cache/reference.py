@@ -9,9 +9,9 @@ __all__ = ["store_kvcache"]
 
 def store_kvcache(
     key: torch.Tensor,
-    value: torch.Tensor,
+    value: torch.Tensor | None,
     key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
+    value_cache: torch.Tensor | None,
     slot_mapping: torch.Tensor,
 ) -> None:
     """Compute `kernels.cache.store_kvcache`; shapes and meaning are documented there."""
@@ -19,4 +19,5 @@ def store_kvcache(
     for token, slot in enumerate(slot_mapping.tolist()):
         if slot >= 0:
             key_cache[slot // block_size, slot % block_size] = key[token]
-            value_cache[slot // block_size, slot % block_size] = value[token]
+            if value is not None and value_cache is not None:
+                value_cache[slot // block_size, slot % block_size] = value[token]

@@ -10,15 +10,15 @@ import torch
 
 def store_kvcache(
     key: torch.Tensor,
-    value: torch.Tensor,
+    value: torch.Tensor | None,
     key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
+    value_cache: torch.Tensor | None,
     slot_mapping: torch.Tensor,
 ) -> None:
     """Copy token i's key and value into slot `slot_mapping[i]` of the caches.
 
     key, value    [num_tokens, num_kv_heads, head_dim], any strides: slices of a fused QKV output need no copy
-    caches        [num_blocks, block_size, num_kv_heads, head_dim], contiguous
+    caches        [num_blocks, block_size, num_kv_heads, head_dim], contiguous; without values both are None
     slot_mapping  int64 [num_tokens], block_id * block_size + offset; a token whose slot is -1 is skipped
     """
     if key.device.type == "cpu":
@@ -31,13 +31,15 @@ def store_kvcache(
 
 def _store_on_cpu(
     key: torch.Tensor,
-    value: torch.Tensor,
+    value: torch.Tensor | None,
     key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
+    value_cache: torch.Tensor | None,
     slot_mapping: torch.Tensor,
 ) -> None:
     written = slot_mapping >= 0
     if not bool(written.all()):  # only a padded step pays for the selection
-        key, value, slot_mapping = key[written], value[written], slot_mapping[written]
+        key, slot_mapping = key[written], slot_mapping[written]
+        value = None if value is None else value[written]
     key_cache.view(-1, *key_cache.shape[2:])[slot_mapping] = key  # twice as fast as index_copy_
-    value_cache.view(-1, *value_cache.shape[2:])[slot_mapping] = value
+    if value is not None and value_cache is not None:
+        value_cache.view(-1, *value_cache.shape[2:])[slot_mapping] = value

@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 
 import torch
 
-__all__ = ["Activation", "Addend", "LayerCache", "LayerOps", "Norm", "Rotation"]
+__all__ = ["Activation", "Addend", "LatentCache", "LayerCache", "LayerOps", "Norm", "Rotation"]
 
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -89,8 +89,21 @@ class LayerCache:
     slot_mapping: torch.Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
+class LatentCache:
+    """One layer's paged cache of latents, and where a step writes to it.
+
+    Attributes:
+        latents: [num_blocks, block_size, rank + rope_dim], contiguous.
+        slot_mapping: int64 [num_tokens], block_id * block_size + offset; a token whose slot is -1 is not written.
+    """
+
+    latents: torch.Tensor
+    slot_mapping: torch.Tensor
+
+
 class LayerOps(ABC):
-    """A decoder layer's operations. They return new tensors.
+    """A decoder layer's operations.
 
     What a token gets depends on that token alone, to the last bit, however many others are computed with it.
     """
@@ -134,6 +147,29 @@ class LayerOps(ABC):
 
         Returns:
             [num_tokens, num_heads, head_dim].
+        """
+
+    @abstractmethod
+    def rotate_and_store_latents(
+        self,
+        query: torch.Tensor,
+        rotated: torch.Tensor,
+        latent: torch.Tensor,
+        norm: Norm,
+        rotation: Rotation,
+        cache: LatentCache,
+    ) -> None:
+        """Complete the queries of latent attention, and write the step's latents to the cache.
+
+        Args:
+            query: [num_tokens, num_heads, rank + rope_dim], contiguous; its last rope_dim elements are written.
+            rotated: [num_tokens, num_heads, rope_dim], what they are before the rotation; the last dimension is
+                contiguous.
+            latent: [num_tokens, rank + rope_dim], latents and then the keys that have positions, neither normalized nor
+                rotated; the last dimension is contiguous.
+            norm: of the latents, [rank].
+            rotation: rotates element i of rope_dim elements with element i + rope_dim // 2.
+            cache: takes the normalized latents and the rotated keys.
         """
 
     @abstractmethod

@@ -10,9 +10,9 @@ import math
 import torch
 
 from kernels.cache import reference
-from kernels.layer_ops.base import Activation, Addend, LayerCache, Norm, Rotation
+from kernels.layer_ops.base import Activation, Addend, LatentCache, LayerCache, Norm, Rotation
 
-__all__ = ["add_norm", "gated_activation", "rotate_and_store"]
+__all__ = ["add_norm", "gated_activation", "rotate_and_store", "rotate_and_store_latents"]
 
 
 def _normed(x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
@@ -49,11 +49,7 @@ def rotate_and_store(
         if norm is not None and norm.weight.shape != (head_dim,):
             x, norm = _normed(x, norm), None
         x = _normed(x.view(x.shape[0], x.shape[1] // head_dim, head_dim), norm)
-        if rotation is not None:
-            cos, sin = rotation.table[rotation.positions].double().unsqueeze(2).unbind(1)
-            first, second = x.chunk(2, dim=-1)
-            x = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-        return x.to(qkv.dtype)
+        return (x if rotation is None else _rotated(x, rotation)).to(qkv.dtype)
 
     if cache.slot_mapping is None:
         return rotated(query, query_norm)
@@ -63,6 +59,29 @@ def rotate_and_store(
         values = (exact / ((exact * exact).mean(dim=-1, keepdim=True) + value_eps).sqrt()).to(qkv.dtype)
     reference.store_kvcache(rotated(key, key_norm), values, cache.keys, cache.values, cache.slot_mapping)
     return rotated(query, query_norm)
+
+
+def rotate_and_store_latents(
+    query: torch.Tensor,
+    rotated: torch.Tensor,
+    latent: torch.Tensor,
+    norm: Norm,
+    rotation: Rotation,
+    cache: LatentCache,
+) -> None:
+    """Compute `LayerOps.rotate_and_store_latents`."""
+    rank = norm.weight.shape[0]
+    query[..., rank:] = _rotated(rotated.double(), rotation).to(query.dtype)
+    keys = _rotated(latent[:, None, rank:].double(), rotation)[:, 0]
+    entries = torch.cat((_normed(latent[:, :rank].double(), norm), keys), dim=1).to(latent.dtype)
+    reference.store_kvcache(entries[:, None], None, cache.latents.unsqueeze(2), None, cache.slot_mapping)
+
+
+def _rotated(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """Rotate the heads of ``x`` [num_tokens, num_heads, head_dim] in float64."""
+    cos, sin = rotation.table[rotation.positions].double().unsqueeze(2).unbind(1)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def gated_activation(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from kernels.cache.store_kvcache import store_kvcache
-from kernels.layer_ops.base import Activation, Addend, LayerCache, LayerOps, Norm, Rotation
+from kernels.layer_ops.base import Activation, Addend, LatentCache, LayerCache, LayerOps, Norm, Rotation
 
 __all__ = ["TorchOps"]
 
@@ -52,6 +52,21 @@ class TorchOps(LayerOps):
         store_kvcache(key, value, cache.keys, cache.values, cache.slot_mapping)
         return query
 
+    def rotate_and_store_latents(
+        self,
+        query: torch.Tensor,
+        rotated: torch.Tensor,
+        latent: torch.Tensor,
+        norm: Norm,
+        rotation: Rotation,
+        cache: LatentCache,
+    ) -> None:
+        rank = norm.weight.shape[0]
+        query[..., rank:] = _rotated(rotated, rotation)
+        keys = _rotated(latent[:, None, rank:], rotation)[:, 0]
+        entries = torch.cat((_normed(latent[:, :rank], norm), keys), dim=1)
+        store_kvcache(entries.unsqueeze(1), None, cache.latents.unsqueeze(2), None, cache.slot_mapping)
+
     def gated_activation(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return _ACTIVATIONS[activation](gate) * up
@@ -74,8 +89,11 @@ def _heads(x: torch.Tensor, norm: Norm | None, rotation: Rotation | None, head_d
     x = x.view(x.shape[0], x.shape[1] // head_dim, head_dim)
     if norms_each_head:
         x = _normed(x, norm)
-    if rotation is None:
-        return x
+    return x if rotation is None else _rotated(x, rotation)
+
+
+def _rotated(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """Rotate the heads of ``x`` [num_tokens, num_heads, head_dim]."""
     cos, sin = rotation.cos_and_sin
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

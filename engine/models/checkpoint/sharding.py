@@ -58,11 +58,18 @@ def shard_of(name: str, config: ModelConfig, rank: int, size: int) -> Shard | No
     if ".shared_expert." in name and config.experts is not None:
         inner = config.experts.shared_intermediate_size
         own_inner = inner // size
+    latent = config.latent
+    if latent is not None and module in ("q_a_proj", "kv_a_proj_with_mqa"):  # of a fused parameter, whole on every rank
+        count = latent.cache.elements_per_token if module == "kv_a_proj_with_mqa" else latent.query_rank or 0
+        return Shard(0, count, 0, count)
+    nope_dim, value_dim = (0, heads.dim) if latent is None else (latent.nope_dim, latent.value_dim)
     features = {
         "q_proj": (0, config.num_heads, own.num_heads, heads.dim * (2 if config.gates_attention else 1)),
         "k_proj": (0, heads.count, own_heads.count, heads.dim),
         "v_proj": (0, heads.count, own_heads.count, heads.dim),
-        "o_proj": (1, config.num_heads, own.num_heads, heads.dim),
+        "q_b_proj": (0, config.num_heads, own.num_heads, heads.dim),
+        "kv_b_proj": (0, config.num_heads, own.num_heads, nope_dim + value_dim),
+        "o_proj": (1, config.num_heads, own.num_heads, value_dim),
         "gate_proj": (0, inner, own_inner, 1),
         "up_proj": (0, inner, own_inner, 1),
         "down_proj": (1, inner, own_inner, 1),

@@ -22,7 +22,8 @@ __all__ = ["EMBEDDING", "HEAD", "Part", "stored_parts", "stored_with_prefix", "u
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-_ROTATED = ("q_proj", "k_proj", "q_norm", "k_norm")
+_LATENT = "qkv_a_proj"  # of latent attention
+_ROTATED = ("q_proj", "k_proj", "q_norm", "k_norm", "q_b_proj", "kv_a_proj_with_mqa")
 _KEYS_AND_VALUES = ("k_proj", "v_proj", "k_norm", "v_norm")
 _BY_HEAD = ("A_log", "dt_bias", "D")  # of recurrent layers
 
@@ -89,6 +90,9 @@ def stored_parts(name: str, checkpoint: Checkpoint, config: ModelConfig, rank: i
 
 
 def _unfused(name: str, config: ModelConfig) -> list[str]:
+    if _LATENT in name and config.latent is not None:
+        query = "q_proj" if config.latent.query_rank is None else "q_a_proj"
+        return [name.replace(_LATENT, module) for module in (query, "kv_a_proj_with_mqa")]
     for fused, modules in _FUSED.items():
         if fused in name:
             if fused == "qkv_proj" and layer_of(name) in config.layer_heads.shared:
@@ -100,9 +104,12 @@ def _unfused(name: str, config: ModelConfig) -> list[str]:
 def unread(name: str, checkpoint: Checkpoint, config: ModelConfig) -> bool:
     """Return whether a stored tensor is of a part of the model that is not computed.
 
-    That is what the family ignores, and the keys and values of layers that read those of others.
+    That is what the family ignores, layers that predict further tokens, and the keys and values of layers that read
+    those of others.
     """
-    if config.family.ignored is not None and name.startswith(config.family.ignored):
+    later = (f"layers.{config.num_layers + index}." for index in range(config.num_mtp_layers))
+    ignored = [config.family.ignored or "", *(_prefix(checkpoint, config) + layer for layer in later)]
+    if name.startswith(tuple(filter(None, ignored))):
         return True
     shared = {
         f"layers.{layer}.self_attn.{module}" for layer in config.layer_heads.shared for module in _KEYS_AND_VALUES
@@ -115,13 +122,23 @@ def _plain_part(name: str, checkpoint: Checkpoint, config: ModelConfig, rank: in
     module, kind = name.split(".")[-2:]
     shard = shard_of(name, config, rank, size)
     layer = layer_of(name)
-    order = config.rope.element_order(config.kv_heads(layer).dim) if module in _ROTATED else None
+    order = _element_order(module, config, layer) if module in _ROTATED else None
     if module == "q_proj" and config.gates_attention:
         order = _queries_after_gates(config.num_heads // size, config.kv_heads(layer).dim, order)
     if module == "v_proj" and layer in config.layer_heads.values_are_keys:  # projected twice, to save kernels
         name = name.replace("v_proj", "k_proj")
     stored = stored_block(stored_with_prefix(name, checkpoint, config), checkpoint)
     return Part(stored, shard, order, config.weight_scales.of(module, kind))
+
+
+def _element_order(module: str, config: ModelConfig, layer: int) -> list[int] | None:
+    """Return the stored index of each element of a head as the decoder has it; None: the order is the same."""
+    latent = config.latent
+    order = config.rope.element_order(config.kv_heads(layer).dim if latent is None else latent.rope_dim)
+    if latent is None or order is None:
+        return order
+    first = latent.rank if module == "kv_a_proj_with_mqa" else latent.nope_dim  # elements that are not rotated
+    return [*range(first), *(first + element for element in order)]
 
 
 def _queries_after_gates(num_heads: int, head_dim: int, order: list[int] | None) -> list[int]:

@@ -16,6 +16,7 @@ from engine.errors import ModelLoadError
 from engine.models.checkpoint.formats.table import Entry
 from engine.models.checkpoint.safetensors_header import StoredTensor
 from engine.models.checkpoint.transposed_weight import transposed
+from engine.models.config.architectures import ALIASES
 from engine.models.config.text_parts import MULTIMODAL
 
 __all__ = ["text_tensors", "with_experts_turned"]
@@ -91,5 +92,5 @@ def with_experts_turned(raw: Mapping[str, Any], weights: dict[str, Entry]) -> di
 def _architecture(raw: Mapping[str, Any]) -> str | None:
     match raw.get("architectures"):
         case [str(name), *_]:
-            return name
+            return ALIASES.get(name, name)
     return None

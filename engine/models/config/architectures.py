@@ -10,7 +10,7 @@ from engine.errors import ModelLoadError
 from engine.models.config.families import ARCHITECTURES
 from engine.models.config.refused import reason_of
 
-__all__ = ["ALIASES", "PROVEN", "TENSOR_PARALLEL", "WITH_SINKS", "require_proven", "require_served"]
+__all__ = ["ALIASES", "MODEL_TYPES", "PROVEN", "TENSOR_PARALLEL", "WITH_SINKS", "require_proven", "require_served"]
 
 PROVEN = frozenset(
     {
@@ -93,7 +93,13 @@ PROVEN = frozenset(
 )
 
 # Names in published checkpoints, and transformers' names of the same architectures.
-ALIASES = {"PhiMoEForCausalLM": "PhimoeForCausalLM"}
+ALIASES = {
+    "KimiK25ForConditionalGeneration": "Kimi_K25ForConditionalGeneration",
+    "PhiMoEForCausalLM": "PhimoeForCausalLM",
+}
+
+# Model types in published checkpoints whose code is their own, and transformers' of the models that compute the same.
+MODEL_TYPES = {"kimi_k2": "deepseek_v3"}
 
 # Architectures whose attention layers have sinks.
 WITH_SINKS = frozenset({"FlintForCausalLM", "GptOssForCausalLM", "GraniteMoeSWAForCausalLM", "GraniteSWAForCausalLM"})

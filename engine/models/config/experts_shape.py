@@ -9,12 +9,28 @@ from typing import Any, Literal
 from engine.errors import ModelLoadError, UnsupportedModelError, shown
 from engine.models.config.divided import divided
 from engine.models.config.families import ExpertsFormat
-from engine.models.config.limits import require_integer, require_number
+from engine.models.config.limits import require_divisor, require_integer, require_number
 from kernels.layer_ops.base import Activation
 
-__all__ = ["ExpertsShape"]
+__all__ = ["ExpertGroups", "ExpertsShape"]
 
 Scores = Literal["softmax", "sigmoid"]
+GroupScore = Literal["best", "two_best"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertGroups:
+    """Groups of experts, of which a token chooses some before it chooses experts in them.
+
+    Attributes:
+        count: of groups, which have equally many experts.
+        chosen: how many of them a token chooses.
+        score: what a group is chosen by: its experts' best score, or the sum of their two best ones.
+    """
+
+    count: int
+    chosen: int
+    score: GroupScore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +48,7 @@ class ExpertsShape:
         norm_epsilon: is added to the sum of the chosen scores.
         weight_scale: factor of the chosen experts' weights.
         has_choice_bias: whether a bias is added to the scores for the choice, and not to the weights.
+        groups: None: all experts are one group.
         float32_router: whether the router's weights are float32 in any model.
         gates_shared_expert: whether the shared expert's output is multiplied by the sigmoid of a logit.
         has_gate: whether an expert is a SwiGLU; else it squares what a ReLU leaves.
@@ -51,6 +68,7 @@ class ExpertsShape:
     norm_epsilon: float = 0.0
     weight_scale: float = 1.0
     has_choice_bias: bool = False
+    groups: ExpertGroups | None = None
     float32_router: bool = False
     gates_shared_expert: bool = True
     has_gate: bool = True
@@ -187,6 +205,91 @@ def _gemma4(config: Any) -> ExpertsShape:
     )
 
 
+def _deepseek_v2(config: Any) -> ExpertsShape:
+    _require(config, "norm_topk_prob", False)
+    has_groups = config.topk_method == "group_limited_greedy"
+    if not has_groups:
+        _require(config, "topk_method", "greedy")
+    return replace(_deepseek(config), groups=_groups(config, "best") if has_groups else None, float32_router=True)
+
+
+def _deepseek_v3(config: Any) -> ExpertsShape:
+    return replace(
+        _deepseek(config),
+        normalizes_weights=bool(config.norm_topk_prob),
+        scores="sigmoid",
+        norm_epsilon=1e-20,
+        has_choice_bias=True,
+        groups=_groups(config, "two_best"),
+        float32_router=True,
+    )
+
+
+def _mistral4(config: Any) -> ExpertsShape:
+    return replace(
+        _deepseek(config),
+        normalizes_weights=bool(config.norm_topk_prob),
+        norm_epsilon=1e-20,
+        groups=_groups(config, "two_best"),
+    )
+
+
+def _deepseek(config: Any) -> ExpertsShape:
+    """Read what DeepSeek's models, GLM's with latent attention and Mistral 4 have in common."""
+    inner = require_integer(config, "moe_intermediate_size")
+    if hasattr(config, "moe_layer_freq"):
+        _require(config, "moe_layer_freq", 1)
+    return ExpertsShape(
+        num_experts=require_integer(config, "n_routed_experts", smallest=0),
+        experts_per_token=0,
+        intermediate_size=inner,
+        normalizes_weights=False,
+        shared_intermediate_size=inner * require_integer(config, "n_shared_experts", smallest=0),
+        layers=_after_dense_layers(config),
+        weight_scale=require_number(config, "routed_scaling_factor"),
+        gates_shared_expert=False,
+    )
+
+
+def _after_dense_layers(config: Any) -> frozenset[int]:
+    count, types = config.num_hidden_layers, getattr(config, "mlp_layer_types", None)
+    if types is None:
+        return frozenset(range(require_integer(config, "first_k_dense_replace", smallest=0), count))
+    if not isinstance(types, list) or len(types) != count or not set(types) <= {"dense", "sparse"}:
+        raise ModelLoadError(
+            f"mlp_layer_types={shown(types)} does not say dense or sparse of each of {count} layers; correct "
+            "config.json"
+        )
+    return frozenset(layer for layer, kind in enumerate(types) if kind == "sparse")
+
+
+def _groups(config: Any, score: GroupScore) -> ExpertGroups | None:
+    """Return the groups of experts; None if a token may choose among all experts."""
+    if config.n_group is None:
+        return None
+    count, chosen = require_divisor(config, "n_group", "n_routed_experts"), require_integer(config, "topk_group")
+    if chosen > count or (score == "two_best" and count > 1 and config.n_routed_experts < 2 * count):
+        raise ModelLoadError(
+            f"topk_group={chosen} of n_group={count} groups of n_routed_experts={config.n_routed_experts} cannot be "
+            "chosen; correct config.json"
+        )
+    if chosen * (config.n_routed_experts // count) < require_integer(config, "num_experts_per_tok"):
+        raise ModelLoadError(
+            f"num_experts_per_tok={config.num_experts_per_tok} is more than topk_group={chosen} of n_group={count} "
+            f"groups of n_routed_experts={config.n_routed_experts} have; correct config.json"
+        )
+    return ExpertGroups(count=count, chosen=chosen, score=score) if chosen < count else None
+
+
+def _require(config: Any, name: str, value: object) -> None:
+    """Raise UnsupportedModelError unless a field has the only value that is computed."""
+    if getattr(config, name) != value:
+        raise UnsupportedModelError(
+            f"config.json has {name}={shown(getattr(config, name))}, and only {shown(value)} is supported; "
+            "docs/models.md lists what is served"
+        )
+
+
 _TOP_K: dict[ExpertsFormat, str] = {"gemma4": "top_k_experts"}  # fields that are not num_experts_per_tok
 _READERS: dict[ExpertsFormat, Callable[[Any], ExpertsShape]] = {
     "qwen": _qwen,
@@ -195,6 +298,9 @@ _READERS: dict[ExpertsFormat, Callable[[Any], ExpertsShape]] = {
     "granite": _granite,
     "nemotron": _nemotron,
     "gemma4": _gemma4,
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _deepseek_v3,
+    "mistral4": _mistral4,
 }
 
 

@@ -11,6 +11,7 @@ from typing import Literal
 
 from engine.models.config.stored_names import (
     BAMBA,
+    DEEPSEEK,
     GEMMA,
     GEMMA4,
     GLM4,
@@ -28,7 +29,9 @@ NormPlacement = Literal["before", "after", "around"]  # of attention and feed-fo
 QKNorm = Literal["none", "head", "projection"]  # of queries and keys: none, over each head, over all heads together
 
 RecurrentKind = Literal["gated_delta", "mamba", "conv"]
-ExpertsFormat = Literal["qwen", "mixtral", "lfm2", "granite", "nemotron", "gemma4"]
+ExpertsFormat = Literal[
+    "qwen", "mixtral", "lfm2", "granite", "nemotron", "gemma4", "deepseek_v2", "deepseek_v3", "mistral4"
+]
 HasRope = Literal["always", "optional", "never"]  # optional: if the config's position_embedding_type says so
 
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -50,6 +53,7 @@ class Family:
         scales_embedding: embeddings are multiplied by sqrt(hidden_size), rounded to their dtype.
         has_multipliers: the config has Granite's four multipliers.
         has_projection_multipliers: the config has Falcon-H1's multipliers of projections, embeddings and logits.
+        has_depth_multipliers: the config has MiniCPM's scale_emb, scale_depth and dim_model_base.
         has_query_scalar: the scale of attention is query_pre_attn_scalar ** -0.5.
         attention_scale: of any model of the family; None: head_dim ** -0.5, or what the config says.
         has_layer_heads: full-attention layers have heads of their own, and the last layers may read the keys and values
@@ -60,7 +64,8 @@ class Family:
         activation_field: the config's field for the feed-forward's activation.
         fused: projections that the checkpoint stores in one tensor, by their names in decoder.py.
         rotates_partially: the RoPE parameters may have a partial_rotary_factor.
-        rotates_neighbours: RoPE rotates elements 2i and 2i + 1 of a head together, not i and i + half.
+        rotates_neighbours: RoPE rotates elements 2i and 2i + 1 of a head together, not i and i + half; None: the
+            config's rope_interleave decides.
         has_unrotated_layers: the config's no_rope_layers says which layers have RoPE.
         has_rope_by_layer_type: the RoPE parameters are one set for each type of layer.
         rope_types: the kinds of RoPE that transformers computes as our tables have it.
@@ -69,6 +74,9 @@ class Family:
         layer_types: what layers the config's layer_types may name.
         recurrent: what recurrent layers are; None: there are none.
         has_single_halves: a layer either mixes tokens or has a feed-forward, as its type says.
+        has_latents: attention is latent: the cache keeps a vector for all heads.
+        grows_queries: queries have a factor that grows with their position, if the RoPE parameters name one.
+        has_mtp_layers: layers that predict further tokens may be stored after the last one; they are not needed.
         gates_attention: attention's output is multiplied by the sigmoid of a gate, stored with each head's query.
         has_feed_forward_gate: feed-forwards multiply by a gate; without it they square what a ReLU leaves.
         eps_field: the config's field for the epsilon of norms.
@@ -85,6 +93,7 @@ class Family:
     scales_embedding: bool = False
     has_multipliers: bool = False
     has_projection_multipliers: bool = False
+    has_depth_multipliers: bool = False
     has_query_scalar: bool = False
     attention_scale: float | None = None
     has_layer_heads: bool = False
@@ -95,7 +104,7 @@ class Family:
     activation_field: str = "hidden_act"
     fused: frozenset[str] = frozenset()
     rotates_partially: bool = False
-    rotates_neighbours: bool = False
+    rotates_neighbours: bool | None = False
     has_unrotated_layers: bool = False
     has_rope_by_layer_type: bool = False
     rope_types: tuple[str, ...] = _ROPE_TYPES
@@ -104,6 +113,9 @@ class Family:
     layer_types: tuple[str, ...] = _ATTENTION
     recurrent: RecurrentKind | None = None
     has_single_halves: bool = False
+    has_latents: bool = False
+    grows_queries: bool = False
+    has_mtp_layers: bool = False
     gates_attention: bool = False
     has_feed_forward_gate: bool = True
     eps_field: str = "rms_norm_eps"
@@ -130,6 +142,14 @@ _QWEN_GATED_DELTA = Family(
     layer_types=_HYBRID,
     recurrent="gated_delta",
     gates_attention=True,
+)
+_DEEPSEEK = Family(
+    output_bias=None,
+    stored_names=DEEPSEEK,
+    rotates_neighbours=None,
+    experts="deepseek_v3",
+    has_latents=True,
+    has_mtp_layers=True,
 )
 
 _GEMMA4 = Family(
@@ -216,6 +236,17 @@ ARCHITECTURES = {
     ),
     "Gemma4ForCausalLM": _GEMMA4,
     "Gemma4UnifiedForCausalLM": replace(_GEMMA4, experts=None),
+    "DeepseekV2ForCausalLM": replace(_DEEPSEEK, rotates_neighbours=True, experts="deepseek_v2", has_mtp_layers=False),
+    "DeepseekV3ForCausalLM": _DEEPSEEK,
+    "Glm4MoeLiteForCausalLM": _DEEPSEEK,
+    "Mistral4ForCausalLM": replace(_DEEPSEEK, experts="mistral4", grows_queries=True, has_mtp_layers=False),
+    "YoutuForCausalLM": replace(_DEEPSEEK, experts=None, has_mtp_layers=False),
+    "MiniCPM3ForCausalLM": Family(
+        output_bias=None,
+        has_depth_multipliers=True,
+        rope_types=(*_ROPE_TYPES, "longrope"),
+        has_latents=True,
+    ),
     "Lfm2ForCausalLM": _LFM2,
     "Lfm2MoeForCausalLM": replace(_LFM2, experts="lfm2"),
     "Qwen3NextForCausalLM": replace(_QWEN_GATED_DELTA, experts="qwen"),

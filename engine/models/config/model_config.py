@@ -16,13 +16,16 @@ import torch
 
 from engine.errors import ModelLoadError, UnsupportedModelError, shown
 from engine.kv.layer_cache import KeyValue, LayerCache, SharedWith
+from engine.models.config.architectures import MODEL_TYPES
 from engine.models.config.config_json import num_positions, read_config_json
 from engine.models.config.divided import divided
 from engine.models.config.experts_shape import ExpertsShape
+from engine.models.config.factors import attention_options, read_factors
 from engine.models.config.families import ARCHITECTURES, Family, NormPlacement, QKNorm
 from engine.models.config.heads import KVHeads, LayerHeads, with_usual_heads
 from engine.models.config.json_file import read_json
-from engine.models.config.limits import require_integer, require_number
+from engine.models.config.latent_shape import LatentShape
+from engine.models.config.limits import require_integer
 from engine.models.config.mixers import Mixer, RecurrentShape, layer_types, read_mixers, read_recurrent
 from engine.models.config.rope_config import RopeConfig, check_longrope_length
 from engine.models.config.shape import AttentionShape, ModelShape, attends_causally
@@ -30,7 +33,6 @@ from engine.models.config.text_parts import text_config, text_fields
 from engine.models.config.weight_scales import WeightScales
 from engine.models.config.without_transformers import plain_config
 from engine.models.gguf.file import is_gguf
-from kernels.attention.registry import LARGEST_HEAD_DIM
 from kernels.layer_ops.base import Activation
 
 __all__ = ["ModelConfig", "load_hf_config", "read_with_transformers"]
@@ -62,6 +64,8 @@ class ModelConfig(ModelShape):
         sliding_windows: of each layer, in tokens; None: it attends to everything.
         mixers: what mixes the tokens of each layer.
         recurrent: the recurrent layers; None: there are none.
+        latent: latent attention; None: a layer caches keys and values.
+        num_mtp_layers: layers after the last one that may be stored, which predict further tokens.
         without_feed_forward: indices of the layers that only mix tokens.
         gates_attention: attention's output is multiplied by the sigmoid of a gate, a projection of its input.
         has_feed_forward_gate: dense feed-forwards are gated; else they square what a ReLU leaves.
@@ -96,6 +100,8 @@ class ModelConfig(ModelShape):
     experts: ExpertsShape | None = None  # None: every layer's feed-forward is dense
     mixers: tuple[Mixer, ...]
     recurrent: RecurrentShape | None = None
+    latent: LatentShape | None = None
+    num_mtp_layers: int = 0
     without_feed_forward: frozenset[int] = frozenset()
     gates_attention: bool = False
     has_feed_forward_gate: bool = True
@@ -152,6 +158,8 @@ class ModelConfig(ModelShape):
     @property
     def rope_widths(self) -> list[int]:
         """Elements of the heads that each of ``rope``'s tables rotates."""
+        if self.latent is not None:
+            return [self.latent.rope_dim] * len(self.rope.layer_types)
         return [
             self.kv_heads(self.rope.tables.index(table)).dim if table in self.rope.tables else self.head_dim
             for table in range(len(self.rope.layer_types))
@@ -176,7 +184,10 @@ class ModelConfig(ModelShape):
         if mixer in ("attention", "both"):
             heads, source = self.kv_heads(layer), self.layer_heads.shared.get(layer)
             own = KeyValue(heads.count, heads.dim, heads.dim, self.sliding_windows[layer])
-            caches.append(own if source is None else SharedWith(self.first_cache(source)))
+            if self.latent is not None:
+                caches.append(self.latent.cache)
+            else:
+                caches.append(own if source is None else SharedWith(self.first_cache(source)))
         if mixer in ("recurrent", "both"):
             assert self.recurrent is not None
             caches.append(self.recurrent.state)
@@ -239,14 +250,17 @@ class ModelConfig(ModelShape):
             )
         attention_bias = bool(getattr(config, "attention_bias", False))
         mixers = read_mixers(config, family)
+        latent = LatentShape.from_hf(config, grows_queries=family.grows_queries) if family.has_latents else None
         has_attention = bool(set(mixers) & {"attention", "both"})
-        num_heads, num_kv_heads, head_dim = _heads(with_usual_heads(config, family)) if has_attention else (0, 0, 0)
+        num_heads, num_kv_heads, head_dim = (0, 0, 0)
+        if has_attention:
+            num_heads, num_kv_heads, head_dim = _heads(with_usual_heads(config, family), latent)
         if not attends_causally(config):
             raise UnsupportedModelError(
                 "use_bidirectional_attention is not supported, only causal attention; docs/models.md lists what is "
                 "served"
             )
-        rope = RopeConfig.from_hf(config, family, head_dim)
+        rope = RopeConfig.from_hf(config, family, head_dim if latent is None else latent.rope_dim)
         kinds = layer_types(config, family) if family.has_single_halves else None
         layer_heads = LayerHeads.from_hf(config, family)
         is_wide = getattr(config, "use_double_wide_mlp", False)
@@ -279,6 +293,8 @@ class ModelConfig(ModelShape):
             mixers=mixers,
             recurrent=read_recurrent(config, family) if set(mixers) & {"recurrent", "both"} else None,
             without_feed_forward=frozenset(i for i, kind in enumerate(kinds or ()) if kind not in ("mlp", "moe")),
+            latent=latent,
+            num_mtp_layers=int(getattr(config, "num_nextn_predict_layers", 0) or 0) if family.has_mtp_layers else 0,
             gates_attention=family.gates_attention,
             has_feed_forward_gate=family.has_feed_forward_gate,
             normalizes_values=family.normalizes_values,
@@ -287,15 +303,17 @@ class ModelConfig(ModelShape):
             wide_layers=frozenset(layer_heads.shared) if is_wide else frozenset(),
             weight_scales=WeightScales.from_hf(config),
             dtype=config.dtype if isinstance(config.dtype, torch.dtype) else None,
-            attention_options=_attention_options(config, family, [head_dim, *_dims(layer_heads)]),
-            **_factors(config, family, head_dim),
+            attention_options=attention_options(config, family, [head_dim, *_dims(layer_heads)]),
+            **read_factors(config, family, head_dim, latent),
             rope=rope,
             longrope_length=rope.longrope_length,
         )
 
 
-def _heads(config: Any) -> tuple[int, int, int]:
-    """Return the number of heads, that of KV heads, and a head's elements."""
+def _heads(config: Any, latent: LatentShape | None) -> tuple[int, int, int]:
+    """Return the number of heads, that of KV heads, and a query head's elements."""
+    if latent is not None:
+        return config.num_attention_heads, 1, latent.head_dim
     return config.num_attention_heads, require_integer(config, "num_key_value_heads"), _head_dim(config)
 
 
@@ -347,41 +365,8 @@ def _activation(config: Any, family: Family) -> Activation:
     return _ACTIVATIONS[name]
 
 
-def _factors(config: Any, family: Family, head_dim: int) -> dict[str, Any]:
-    """Return the multipliers and soft-caps of ModelConfig."""
-    softcap = config.attn_logit_softcapping if family.caps_attention else None
-    scale, embedding_multiplier = family.attention_scale or max(head_dim, 1) ** -0.5, 1.0
-    if family.has_query_scalar:
-        scale = config.query_pre_attn_scalar**-0.5
-    elif family.has_multipliers:
-        scale, embedding_multiplier = (require_number(config, f"{of}_multiplier") for of in ("attention", "embedding"))
-    if family.scales_embedding:
-        embedding_multiplier = config.hidden_size**0.5
-    divisor = require_number(config, "logits_scaling") if family.has_multipliers else 1.0
-    if family.has_projection_multipliers:
-        embedding_multiplier = require_number(config, "embedding_multiplier")
-        divisor = 1.0 / require_number(config, "lm_head_multiplier")
-    return {
-        "embedding_multiplier": embedding_multiplier,
-        "attention_scale": scale,
-        "attention_softcap": softcap,
-        "logits_softcap": config.final_logit_softcapping if family.caps_logits else None,
-        "logits_divisor": divisor,
-        "residual_multiplier": require_number(config, "residual_multiplier") if family.has_multipliers else 1.0,
-    }
-
-
 def _dims(layer_heads: LayerHeads) -> list[int]:
     return [heads.dim for heads in layer_heads.kv_heads.values()]
-
-
-def _attention_options(config: Any, family: Family, head_dims: list[int]) -> frozenset[str]:
-    """Return what the layers need of an attention backend."""
-    needed = {
-        "softcap": family.caps_attention and config.attn_logit_softcapping is not None,
-        "large_heads": max(head_dims) > LARGEST_HEAD_DIM,
-    }
-    return frozenset(name for name, is_needed in needed.items() if is_needed)
 
 
 def _sliding_windows(config: Any, family: Family) -> tuple[int | None, ...]:
@@ -420,14 +405,15 @@ def read_with_transformers(path: str | Path) -> Any:
     directory = Path(path)
     raw = read_config_json(directory) if is_gguf(directory) else read_json(directory / "config.json")
     model_type = raw.get("model_type")
-    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+    known = MODEL_TYPES.get(model_type, model_type) if isinstance(model_type, str) else None
+    if known is None or known not in CONFIG_MAPPING:
         raise ModelLoadError(
             f"config.json of '{path}' has the model_type {shown(model_type)}, which transformers {__version__} does "
             "not know; docs/models.md lists what is served"
         )
     try:
-        if is_gguf(directory):
-            return CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
+        if is_gguf(directory) or known != model_type:
+            return CONFIG_MAPPING[known].from_dict(raw)
         return text_config(AutoConfig.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True))
     except ModelLoadError:
         raise

@@ -6,7 +6,8 @@ __all__ = ["CONDITIONAL", "NOT_TEXT_ONLY", "REFUSED", "REFUSED_TEXT_PARTS", "UNK
 
 _RECURRENT = "its recurrent layers are of a kind that is not computed"
 _CONVOLUTIONAL = "its convolutional layers are of a kind that is not computed"
-_LATENT = "its latent attention (MLA) has keys and values of different sizes, which the KV cache does not hold"
+_TWO_LATENTS = "each of its layers has two latent attentions, and experts that compute nothing"
+_LATENT = "no test has compared its latent attention with transformers"
 _INDEXED = "its sparse attention chooses keys by an index of its own, which the KV cache does not hold"
 _SHARED_KV = "its layers share keys and values, and have streams of hidden states beside one another (AltUp)"
 _CHUNKED = "its chunked attention is not computed by the attention backends"
@@ -40,16 +41,8 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
         "Lfm3ForCausalLM",
         "ZayaForCausalLM",
     ),
-    _LATENT: (
-        "AXK1ForCausalLM",
-        "DeepseekV2ForCausalLM",
-        "DeepseekV3ForCausalLM",
-        "Glm4MoeLiteForCausalLM",
-        "LongcatFlashForCausalLM",
-        "MiniCPM3ForCausalLM",
-        "Mistral4ForCausalLM",
-        "YoutuForCausalLM",
-    ),
+    _LATENT: ("AXK1ForCausalLM",),
+    _TWO_LATENTS: ("LongcatFlashForCausalLM",),
     _INDEXED: (
         "AXK2ForCausalLM",
         "DeepseekV32ForCausalLM",
@@ -132,6 +125,7 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
         "InternLM2ForCausalLM",
         "InternLM3ForCausalLM",
         "InternVLChatModel",
+        "KimiVLForConditionalGeneration",
         "LlavaLlamaForCausalLM",
         "LlavaMistralForCausalLM",
         "LlavaQwenForCausalLM",
@@ -183,10 +177,7 @@ REFUSED_TEXT_PARTS = {
     "Inkling2ForConditionalGeneration": "Inkling2ForCausalLM",
     "Inkling2LoopForConditionalGeneration": "Inkling2LoopForCausalLM",
     "InklingForConditionalGeneration": "InklingForCausalLM",
-    "KimiK25ForConditionalGeneration": "DeepseekV3ForCausalLM",
     "KimiK3ForConditionalGeneration": "KimiLinearForCausalLM",
-    "KimiVLForConditionalGeneration": "DeepseekV3ForCausalLM",
-    "Kimi_K25ForConditionalGeneration": "DeepseekV3ForCausalLM",
     "Lfm3VlForConditionalGeneration": "Lfm3ForCausalLM",
     "Llama4ForConditionalGeneration": "Llama4ForCausalLM",
     "MiniMaxM3SparseForConditionalGeneration": "MiniMaxM3VLForCausalLM",

@@ -34,6 +34,11 @@ class RopeConfig:
     def from_hf(cls, config: Any, family: Family, head_dim: int) -> RopeConfig:
         """Read a transformers config.
 
+        Args:
+            config: of transformers.
+            family: the model's.
+            head_dim: elements of a head, or only those with positions where they are apart.
+
         Raises:
             UnsupportedModelError: for RoPE that the decoder does not compute.
             ModelLoadError: for values that no model has.
@@ -48,6 +53,8 @@ class RopeConfig:
         if not sets:
             return cls(layer_types=(), tables=tables, rotary_dim=None, rotates_neighbours=False, longrope_length=None)
         fraction = _rotated_part(config, sets[0])
+        if family.has_latents and fraction is not None and int(config.head_dim * fraction) == head_dim:
+            fraction = None  # of a head's keys: the rotated ones are apart from the others
         if not family.rotates_partially and fraction not in (None, 1.0):
             raise UnsupportedModelError("partial_rotary_factor is not supported; only RoPE over the whole head is")
         rotary_dim = head_dim
@@ -62,7 +69,7 @@ class RopeConfig:
             layer_types=layer_types,
             tables=tables,
             rotary_dim=None if rotary_dim == head_dim else rotary_dim,
-            rotates_neighbours=family.rotates_neighbours,
+            rotates_neighbours=_rotates_neighbours(config, family),
             longrope_length=longrope_length(sets[0]),
         )
 
@@ -126,6 +133,10 @@ def check_longrope_length(longrope_length: int | None, max_model_len: int) -> No
             value=max_model_len,
             remedy=f"set {longrope_length} or less",
         )
+
+
+def _rotates_neighbours(config: Any, family: Family) -> bool:
+    return bool(config.rope_interleave) if family.rotates_neighbours is None else family.rotates_neighbours
 
 
 def _tables(config: Any, family: Family) -> tuple[tuple[str | None, ...], tuple[int | None, ...]]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 __all__ = [
     "BAMBA",
+    "DEEPSEEK",
     "GEMMA",
     "GEMMA4",
     "GLM4",
@@ -62,6 +63,7 @@ LFM2 = {
     "down_proj": "w2",
     "mlp.experts.down_proj": "feed_forward.experts.down_proj",  # of all experts, in one tensor
 }
+DEEPSEEK = {"mlp.shared_expert": "mlp.shared_experts", "mlp.expert_bias": "mlp.gate.e_score_correction_bias"}
 QWEN_GATED_DELTA = {"recurrent": "linear_attn", "conv": "conv1d", "gated_norm": "norm"}
 _MAMBA = {"recurrent": "mamba", "conv": "conv1d", "gated_norm": "norm"}
 BAMBA = _MAMBA | {"norm": "final_layernorm", "post_attention_layernorm": "pre_ff_layernorm", "mlp": "feed_forward"}

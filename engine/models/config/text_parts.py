@@ -11,7 +11,7 @@ import copy
 from typing import Any
 
 from engine.errors import ModelLoadError, shown
-from engine.models.config.architectures import require_served
+from engine.models.config.architectures import ALIASES, MODEL_TYPES
 
 __all__ = ["MULTIMODAL", "TEXT_ARCHITECTURES", "text_config", "text_fields"]
 
@@ -35,13 +35,14 @@ MULTIMODAL: dict[str, tuple[str, ...]] = {
     "Idefics2ForConditionalGeneration": ("mistral",),
     "Idefics3ForConditionalGeneration": ("llama",),
     "InternVLForConditionalGeneration": (_QWEN2, _QWEN3, "qwen3_moe"),
+    "Kimi_K25ForConditionalGeneration": ("deepseek_v3",),
     "LightOnOcrForConditionalGeneration": (_QWEN3,),
     "Lfm2VlForConditionalGeneration": ("lfm2",),
     "LlavaForConditionalGeneration": ("llama", "mistral", _QWEN2),
     "LlavaNextForConditionalGeneration": ("llama", "mistral", _QWEN2),
     "LlavaNextVideoForConditionalGeneration": ("llama",),
     "LlavaOnevisionForConditionalGeneration": (_QWEN2,),
-    "Mistral3ForConditionalGeneration": ("mistral", "ministral3"),
+    "Mistral3ForConditionalGeneration": ("mistral", "ministral3", "mistral4"),
     "Ovis2ForConditionalGeneration": (_QWEN2,),
     "Qwen2AudioForConditionalGeneration": (_QWEN2,),
     "Qwen2VLForConditionalGeneration": ("qwen2_vl_text",),
@@ -60,6 +61,7 @@ MULTIMODAL: dict[str, tuple[str, ...]] = {
 TEXT_ARCHITECTURES = {
     "aria_text": "AriaTextForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma4_text": "Gemma4ForCausalLM",
@@ -109,7 +111,7 @@ def text_fields(raw: dict[str, Any]) -> dict[str, Any]:
         ModelLoadError: if the text part is one that is not served, with the reason.
     """
     match raw.get("architectures"):
-        case [str(name), *_] if name in MULTIMODAL:
+        case [str(published), *_] if (name := ALIASES.get(published, published)) in MULTIMODAL:
             nested = raw.get("text_config")
             fields = nested if isinstance(nested, dict) else raw  # Qwen2-VL's are at the top
             model_type = nested.get("model_type") if isinstance(nested, dict) else None
@@ -119,14 +121,11 @@ def text_fields(raw: dict[str, Any]) -> dict[str, Any]:
 
 def _text_architecture(name: str, model_type: Any) -> str:
     """Return the architecture of the text part of the multimodal architecture ``name``."""
+    if isinstance(model_type, str):
+        model_type = MODEL_TYPES.get(model_type, model_type)
     architecture = TEXT_ARCHITECTURES.get(model_type) if isinstance(model_type, str) else None
     if architecture is not None and model_type in MULTIMODAL[name]:
         return architecture
-    if architecture is not None:
-        try:
-            require_served(architecture)
-        except ModelLoadError as error:
-            raise ModelLoadError(f"architecture '{name}' is not supported with this text part: {error}") from error
     raise ModelLoadError(
         f"architecture '{name}' is not supported with a text_config of the model_type {shown(model_type)}: no test has "
         f"compared it with transformers; supported: {', '.join(MULTIMODAL[name])}"
@@ -141,7 +140,8 @@ def text_config(config: Any) -> Any:
     Raises:
         ModelLoadError: if the text part is one that is not served.
     """
-    name = (getattr(config, "architectures", None) or [None])[0]
+    published = (getattr(config, "architectures", None) or [None])[0]
+    name = ALIASES.get(published, published)
     if name not in MULTIMODAL:
         return config
     part = config.get_text_config()

@@ -49,7 +49,7 @@ def can_run(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bo
     """Return whether the C kernels are available on this machine and can compute this model on this device."""
     head_dims = set(config.head_dims) or {_ANY_HEAD_DIM}  # no layer may have attention
     are_supported = all(c_kernel.is_supported(dtype, head_dim) for head_dim in head_dims)
-    can_compute_layers = can_compute_experts(config) and not config.per_layer_width
+    can_compute_layers = can_compute_experts(config) and not config.per_layer_width and config.latent is None
     return device.type == "cpu" and can_compute_layers and are_supported
 
 

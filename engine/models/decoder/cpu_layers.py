@@ -39,7 +39,8 @@ def packed_layer(config: ModelConfig, layer: int, kind: WeightKind, dtype: torch
 
 def can_compute_experts(config: ModelConfig) -> bool:
     """Return whether the C kernels compute the model's experts, if it has any."""
-    return config.experts is None or not (config.experts.latent_size or config.experts.is_beside_dense)
+    shape = config.experts
+    return shape is None or not (shape.latent_size or shape.is_beside_dense or shape.groups)
 
 
 def set_parameter(layer: PackedLayer, name: list[str], value: torch.Tensor, *, is_first_rank: bool) -> None:

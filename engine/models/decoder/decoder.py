@@ -18,6 +18,7 @@ from engine.models.config.model_config import ModelConfig
 from engine.models.decoder.attention import Attention
 from engine.models.decoder.feed_forward import feed_forward
 from engine.models.decoder.forward_context import ForwardContext
+from engine.models.decoder.latent_attention import LatentAttention
 from engine.models.decoder.norms import RMSNorm, norm_if
 from engine.models.decoder.parallel_layers import VocabParallelEmbedding
 from engine.models.decoder.per_layer_inputs import PerLayerInput, PerLayerInputs
@@ -38,7 +39,7 @@ class DecoderLayer(nn.Module):
     The next layer, or the last norm, adds what the feed-forward returns: the sum and the norm after it are one kernel.
     """
 
-    self_attn: Attention | None
+    self_attn: Attention | LatentAttention | None
     recurrent: RecurrentLayer | None
     mlp: nn.Module | None
 
@@ -52,7 +53,8 @@ class DecoderLayer(nn.Module):
         self.rope_table = config.rope.tables[layer]
         self.residual_multiplier = config.residual_multiplier
         self.input_layernorm = norm_if(has_input_norms and mixer != "none", config, width)
-        self.self_attn = Attention(config, layer, parallel, ops) if mixer in ("attention", "both") else None
+        attention = Attention if config.latent is None else LatentAttention
+        self.self_attn = attention(config, layer, parallel, ops) if mixer in ("attention", "both") else None
         self.recurrent = recurrent_layer(config, layer, parallel, recurrent_ops)
         self.attention_output_norm = norm_if(has_output_norms and mixer != "none", config, width)
         has_mlp_norm = has_input_norms and has_feed_forward and not config.norms_inside(layer)

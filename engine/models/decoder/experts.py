@@ -10,7 +10,7 @@ from torch import nn
 
 from engine.models.config.experts_shape import ExpertsShape
 from engine.models.tensor_parallel import TensorParallel
-from kernels.experts.experts import SigmoidScores, routed_experts
+from kernels.experts.experts import Groups, Scores, routed_experts
 
 __all__ = ["Experts", "SparseMoeBlock"]
 
@@ -89,7 +89,7 @@ class SparseMoeBlock(nn.Module):
 
     def _routed(self, hidden: torch.Tensor, router_input: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of each token's experts."""
-        shape, is_sigmoid = self.shape, self.shape.scores == "sigmoid"
+        shape = self.shape
         logits = self.gate(router_input.float() if shape.float32_router else router_input)
         inputs = hidden if self.fc1_latent_proj is None else self.fc1_latent_proj(hidden)
         routed = routed_experts(
@@ -99,9 +99,22 @@ class SparseMoeBlock(nn.Module):
             self.experts.down_proj,
             shape.experts_per_token,
             normalize=shape.normalizes_weights,
-            sigmoid=SigmoidScores(self.expert_bias, shape.norm_epsilon, shape.weight_scale) if is_sigmoid else None,
+            scores=self._scores(),
             gated=shape.has_gate,
             activation=shape.activation,
             expert_scale=self.expert_scale,
         )
         return routed if self.fc2_latent_proj is None else self.fc2_latent_proj(routed)
+
+    def _scores(self) -> Scores | None:
+        """Return what becomes of the router's logits; None: a plain softmax."""
+        shape, groups = self.shape, self.shape.groups
+        if shape.scores == "softmax" and groups is None and shape.weight_scale == 1.0:
+            return None
+        return Scores(
+            is_sigmoid=shape.scores == "sigmoid",
+            bias=self.expert_bias,
+            epsilon=shape.norm_epsilon,
+            scale=shape.weight_scale,
+            groups=None if groups is None else Groups(groups.count, groups.chosen, groups.score == "two_best"),
+        )

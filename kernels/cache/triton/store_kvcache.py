@@ -16,9 +16,9 @@ import triton.language as tl
 @triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
 def _store_kernel(
     key,
-    value,
+    value,  # or None
     key_cache,
-    value_cache,
+    value_cache,  # or None
     slot_mapping,
     key_token_stride,
     key_head_stride,
@@ -40,19 +40,20 @@ def _store_kernel(
         value_offset = token * value_token_stride + head * value_head_stride + dim * value_dim_stride
         cache_offset = slot.to(tl.int64) * (NUM_KV_HEADS * HEAD_DIM) + element
         tl.store(key_cache + cache_offset, tl.load(key + key_offset, mask=mask), mask=mask)
-        tl.store(value_cache + cache_offset, tl.load(value + value_offset, mask=mask), mask=mask)
+        if value is not None:
+            tl.store(value_cache + cache_offset, tl.load(value + value_offset, mask=mask), mask=mask)
 
 
 def store_kvcache_triton(
     key: torch.Tensor,
-    value: torch.Tensor,
+    value: torch.Tensor | None,
     key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
+    value_cache: torch.Tensor | None,
     slot_mapping: torch.Tensor,
 ) -> None:
     """Launch the write of `kernels.cache.store_kvcache`, whose shapes it shares."""
     assert key_cache.is_contiguous()
-    assert value_cache.is_contiguous()
+    assert value_cache is None or value_cache.is_contiguous()
     num_tokens, num_kv_heads, head_dim = key.shape
     if num_tokens == 0:
         return
@@ -63,7 +64,7 @@ def store_kvcache_triton(
         value_cache,
         slot_mapping,
         *key.stride(),
-        *value.stride(),
+        *((0, 0, 0) if value is None else value.stride()),
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         BLOCK=triton.next_power_of_2(num_kv_heads * head_dim),

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.experts.experts import SigmoidScores
+from kernels.experts.experts import Scores
 from kernels.experts.triton.routing import TILE_ROWS, Routes, route_triton
 from kernels.layer_ops.base import Activation
 
@@ -168,7 +168,7 @@ def experts_triton(
     top_k: int,
     *,
     normalize: bool,
-    sigmoid: SigmoidScores | None = None,
+    scores: Scores | None = None,
     gated: bool = True,
     activation: Activation = "silu",
     expert_scale: torch.Tensor | None = None,
@@ -176,9 +176,9 @@ def experts_triton(
     """Compute `kernels.experts.experts.routed_experts`, whose arguments it shares."""
     if len(hidden) == 0:
         return torch.empty_like(hidden)
-    routes = route_triton(logits if sigmoid is None else sigmoid.choice(logits), top_k, normalize=normalize)
-    if sigmoid is not None:
-        routes = replace(routes, weights=sigmoid.weights(logits, routes.ids.long(), normalize=normalize))
+    routes = route_triton(logits if scores is None else scores.choice(logits), top_k, normalize=normalize)
+    if scores is not None:
+        routes = replace(routes, weights=scores.weights(logits, routes.ids.long(), normalize=normalize))
     if expert_scale is not None:
         routes = replace(routes, weights=routes.weights * expert_scale[routes.ids.long()])
     activated = _grouped_linear(hidden.contiguous(), up, routes, gated=gated, is_gelu=activation == "gelu_tanh")

@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 import triton
 
-from kernels.layer_ops.base import Activation, Addend, LayerCache, LayerOps, Norm, Rotation
+from kernels.layer_ops.base import Activation, Addend, LatentCache, LayerCache, LayerOps, Norm, Rotation
 from kernels.layer_ops.triton.kernels import add_norm_kernel, gated_activation_kernel, rotate_and_store_kernel
+from kernels.layer_ops.triton.latents import rotate_and_store_latents_kernel
 
 __all__ = ["TritonOps"]
 
@@ -104,6 +105,47 @@ class TritonOps(LayerOps):
             enable_fp_fusion=True,
         )
         return query
+
+    def rotate_and_store_latents(
+        self,
+        query: torch.Tensor,
+        rotated: torch.Tensor,
+        latent: torch.Tensor,
+        norm: Norm,
+        rotation: Rotation,
+        cache: LatentCache,
+    ) -> None:
+        num_tokens, num_heads, rope_dim = rotated.shape
+        rank = norm.weight.shape[0]
+        assert rope_dim % 2 == 0
+        assert rotated.stride(2) == latent.stride(1) == 1
+        assert query.is_contiguous()
+        assert cache.latents.is_contiguous()
+        if num_tokens == 0:
+            return
+        rank_padded, heads_padded = triton.next_power_of_2(rank), triton.next_power_of_2(num_heads)
+        half_padded = triton.next_power_of_2(rope_dim // 2)
+        rotate_and_store_latents_kernel[(num_tokens,)](
+            query,
+            cache.latents,
+            rotated,
+            latent,
+            norm.weight,
+            rotation.table,
+            rotation.positions,
+            cache.slot_mapping,
+            *rotated.stride()[:2],
+            latent.stride(0),
+            norm.eps,
+            NUM_HEADS=num_heads,
+            RANK=rank,
+            ROPE_DIM=rope_dim,
+            HEADS_PADDED=heads_padded,
+            RANK_PADDED=rank_padded,
+            HALF_PADDED=half_padded,
+            num_warps=_num_warps(max(2 * heads_padded * half_padded, rank_padded), 16),
+            enable_fp_fusion=True,
+        )
 
     def gated_activation(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         assert gate_up.stride(1) == 1

@@ -98,9 +98,9 @@ def test_code_that_is_needed_is_refused(tmp_path: Path, architectures: Any) -> N
 @pytest.mark.parametrize(
     ("architecture", "reason"),
     [
-        ("DeepseekV3ForCausalLM", "its latent attention"),
+        ("DeepseekV32ForCausalLM", "its sparse attention"),
         ("JambaForCausalLM", "its recurrent layers"),
-        ("KimiK25ForConditionalGeneration", "its text part, DeepseekV3ForCausalLM, is not: its latent attention"),
+        ("KimiK3ForConditionalGeneration", "its text part, KimiLinearForCausalLM, is not: its recurrent layers"),
     ],
 )
 def test_code_is_not_the_reason_if_there_is_a_better_one(tmp_path: Path, architecture: str, reason: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernels.experts import reference
-from kernels.experts.experts import SigmoidScores, route, routed_experts
+from kernels.experts.experts import Scores, route, routed_experts
 
 Compute = Callable[..., torch.Tensor]
 Routed = tuple[torch.Tensor, torch.Tensor]
@@ -126,8 +126,8 @@ def test_routes_have_the_same_bits_in_any_batch(num_tokens: int, kernel_device: 
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_sigmoids_choose_with_their_bias_and_weigh_without(has_bias: bool, normalize: bool) -> None:
     logits, bias = random(9, 6, scale=2.0), random(6, seed=1) if has_bias else None
-    scores = SigmoidScores(bias, epsilon=0.5, scale=2.5)
-    weights, ids = route(logits, 3, normalize=normalize, sigmoid=scores)
+    scores = Scores(bias, epsilon=0.5, scale=2.5)
+    weights, ids = route(logits, 3, normalize=normalize, scores=scores)
     for row, its_weights, its_ids in zip(logits.double(), weights.double(), ids.tolist(), strict=True):
         chances = 1.0 / (1.0 + (-row).exp())
         choice = chances if bias is None else chances + bias.double()
@@ -194,10 +194,10 @@ def test_experts_without_a_gate_that_sigmoids_choose(
     compute: Compute, num_tokens: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     case, bias = Case(num_tokens, dtype, device), random(NUM_EXPERTS, seed=2).to(device)
-    up, scores = case.gate_up[:, :INNER].contiguous(), SigmoidScores(bias, epsilon=1e-3, scale=2.5)
-    output = compute(case.hidden, case.logits, up, case.down, 3, normalize=True, sigmoid=scores, gated=False)
+    up, scores = case.gate_up[:, :INNER].contiguous(), Scores(bias, epsilon=1e-3, scale=2.5)
+    output = compute(case.hidden, case.logits, up, case.down, 3, normalize=True, scores=scores, gated=False)
     expected = torch.zeros_like(case.hidden, dtype=torch.float64)
-    weights, ids = route(case.logits, 3, normalize=True, sigmoid=scores)
+    weights, ids = route(case.logits, 3, normalize=True, scores=scores)
     for token, (its_weights, its_ids) in enumerate(zip(weights.tolist(), ids.tolist(), strict=True)):
         for weight, expert in zip(its_weights, its_ids, strict=True):
             inner = (up[expert].double() @ case.hidden[token].double()).relu().square()

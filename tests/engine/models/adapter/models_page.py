@@ -25,6 +25,7 @@ from tests.engine.models.adapter.tiny_models import TINY_MODELS, WINDOW, TinyMod
 from tests.engine.models.decoder.dense_families import DENSE_FAMILIES
 from tests.engine.models.decoder.experts.test_logits import WINDOWED
 from tests.engine.models.decoder.gemma.gemma_families import GEMMA_FAMILIES
+from tests.engine.models.decoder.latent.latent_families import LATENT_FAMILIES, latent_architecture
 from tests.engine.models.decoder.recurrent.recurrent_families import RECURRENT_FAMILIES, recurrent_architecture
 from tests.engine.models.gguf.converted import ARCHITECTURES as GGUF_MODELS
 from tests.engine.models.multimodal.tiny_checkpoints import TINY, TinyMultimodal
@@ -65,6 +66,12 @@ feed-forward, and Gemma 4 E2B and E4B, whose layers have embeddings of their own
 recurrences or attention in C. On several tensor-parallel ranks transformers' modules compute OLMo 2 and 3, whose norms
 of queries and keys are over all heads. Of experts only those that a token is routed to are computed, in C on a CPU and
 in Triton on a GPU; int8 experts need the C kernels.
+
+Of models with latent attention (MLA) the cache keeps one vector for each token, not the keys and values of every head.
+Attention multiplies queries with these vectors ("absorbed") in prompts and answers alike, so that a token's bits do not
+depend on how its prompt was cut. Logits, tokens, beams, swapped requests and ranks are compared as above
+(`tests/engine/models/decoder/latent/`). Ranks divide the heads; each keeps the vectors of all tokens. These
+models run on a CPU only, as torch's operators; int8 and bit-identical answers in any batch are for the other families.
 
 Of models with recurrent layers the logits of every token are compared with those of transformers, within 1e-5 of the
 largest, in packed steps of chunks and decodes, and tokens and beams with those of `generate`, with preempted requests
@@ -194,6 +201,7 @@ def own_models() -> dict[str, list[str]]:
     architectures |= {
         name: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type] for name, (model_type, _) in GEMMA_FAMILIES.items()
     }
+    architectures |= {name: latent_architecture(name) for name in LATENT_FAMILIES}
     models: dict[str, list[str]] = {}
     for name, architecture in sorted(architectures.items()):
         models.setdefault(architecture, []).append(name)
@@ -246,6 +254,7 @@ def _own_row(architecture: str, names: list[str]) -> str:
     recurrent = {"gated_delta": "gated delta nets", "mamba": "Mamba 2 layers", "conv": "short convolutions"}
     features = {
         recurrent.get(family.recurrent or "", ""): family.recurrent is not None,
+        "latent attention": family.has_latents,
         "full attention": family.recurrent is not None and family.layer_types != ("linear_attention",),
         "sliding windows": any(windows),
         "soft-caps": family.caps_attention,
@@ -253,12 +262,14 @@ def _own_row(architecture: str, names: list[str]) -> str:
         "shared keys and values": any(option.get("num_kv_shared_layers") for option in options),
     }
     ranks = "2 and 4" if names[0] in SHARED_BY_RANKS else "by transformers' modules"
-    if family.recurrent is not None or family.has_layer_heads:
+    if family.recurrent is not None or family.has_layer_heads or family.has_latents:
         ranks = "2"
     return f"| `{architecture}` | {', '.join(names)} | {_listed(features)} | {ranks} |"
 
 
 def _own_options(name: str) -> dict[str, Any]:
+    if name in LATENT_FAMILIES:
+        return LATENT_FAMILIES[name][1]
     if name in RECURRENT_FAMILIES:
         return RECURRENT_FAMILIES[name][1]
     if name in GEMMA_FAMILIES:

@@ -98,7 +98,9 @@ def test_every_language_model_of_transformers_is_served_or_refused_with_a_reason
 
 
 def test_no_proven_name_is_misspelt() -> None:
-    assert names_in(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) >= PROVEN | ARCHITECTURES.keys()
+    not_mapped = {"Mistral4ForCausalLM"}  # transformers has the class, and none for the model type
+    names = names_in(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) | not_mapped
+    assert names >= PROVEN | ARCHITECTURES.keys()
 
 
 def test_an_architecture_that_no_test_compared_is_refused() -> None:

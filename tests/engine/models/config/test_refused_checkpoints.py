@@ -20,7 +20,7 @@ OWN_CODE = {"auto_map": {"AutoConfig": "configuration.Config"}}
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
 ODD_FORMAT = {"quantization_config": {"quant_method": "of-its-own"}}
 
-RECURRENT, MLA = "its recurrent layers are of a kind", r"its latent attention \(MLA\)"
+RECURRENT, TWO_HALVES = "its recurrent layers are of a kind", "each of its layers has two latent attentions"
 NOT_COMPARED = "it also takes images or sound, and no test has compared its text part"
 INDEXED, SHARED = "its sparse attention chooses keys by an index", "its layers share keys and values"
 NO_CLASS = "transformers has no class of this name, and code of a checkpoint's own is never run"
@@ -32,26 +32,17 @@ def part(name: str, reason: str) -> str:
 
 # The fields that decide, of published checkpoints: architecture, model_type and others.
 PUBLISHED: dict[str, tuple[str, str, dict[str, Any], str]] = {
-    "DeepSeek-R1": ("DeepseekV3ForCausalLM", "deepseek_v3", OWN_CODE | FP8, MLA),
-    "DeepSeek-V3.1-NVFP4": ("DeepseekV3ForCausalLM", "deepseek_v3", OWN_CODE | ODD_FORMAT, MLA),
     "DeepSeek-V3.2": ("DeepseekV32ForCausalLM", "deepseek_v32", FP8, INDEXED),
     "DeepSeek-V4-Flash": ("DeepseekV4ForCausalLM", "deepseek_v4", FP8, INDEXED),
     "DeepSeek-V4-Flash-FP8": ("DeepseekV4ForCausalLM", "deepseek_ref", FP8, INDEXED),
     "GLM-5.1": ("GlmMoeDsaForCausalLM", "glm_moe_dsa", ODD_FORMAT, INDEXED),
-    "GLM-4.7-Flash": ("Glm4MoeLiteForCausalLM", "glm4_moe_lite", {}, MLA),
     "InternVL3-8B": (
         "InternVLChatModel",
         "internvl_chat",
         OWN_CODE,
         f"{NO_CLASS}; give the version for transformers' own classes, whose name ends with -hf",
     ),
-    "Kimi-K2-Instruct": ("DeepseekV3ForCausalLM", "kimi_k2", OWN_CODE | FP8, MLA),
-    "Kimi-K2.5": (
-        "KimiK25ForConditionalGeneration",
-        "kimi_k25",
-        OWN_CODE | {"text_config": {"model_type": "kimi_k2"} | OWN_CODE | ODD_FORMAT},
-        part("DeepseekV3ForCausalLM", MLA),
-    ),
+    "Kimi-VL-A3B": ("KimiVLForConditionalGeneration", "kimi_vl", OWN_CODE, NO_CLASS),
     "Kimi-K3": ("KimiK3ForConditionalGeneration", "kimi_k3", OWN_CODE, part("KimiLinearForCausalLM", RECURRENT)),
     "Llama-3_3-Nemotron-Super-49B": ("DeciLMForCausalLM", "nemotron-nas", OWN_CODE, NO_CLASS),
     "Llama-4-Scout-17B-16E": (
@@ -70,12 +61,7 @@ PUBLISHED: dict[str, tuple[str, str, dict[str, Any], str]] = {
         OWN_CODE | ODD_FORMAT | {"text_config": {"architectures": ["MiniMaxM3SparseForCausalLM"]}},
         part("MiniMaxM3VLForCausalLM", INDEXED),
     ),
-    "Mistral-Small-4": (
-        "Mistral3ForConditionalGeneration",
-        "mistral3",
-        {"text_config": {"model_type": "mistral4"}},
-        f"with this text part: architecture 'Mistral4ForCausalLM' is not supported: {MLA}",
-    ),
+    "LongCat-Flash-Chat": ("LongcatFlashForCausalLM", "longcat_flash", OWN_CODE, TWO_HALVES),
     "Phi-4-multimodal-instruct": ("Phi4MMForCausalLM", "phi4mm", OWN_CODE, NO_CLASS),
     "Step-3.7-Flash": ("Step3p7FlashForCausalLM", "step3p7", FP8, "its layers differ in the number of their att"),
     "gemma-3n-E4B-it": ("Gemma3nForConditionalGeneration", "gemma3n", {}, part("Gemma3nForCausalLM", SHARED)),

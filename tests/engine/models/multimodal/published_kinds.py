@@ -10,6 +10,7 @@ from tests.engine.models.multimodal.tiny_multimodal import (
     GEMMA4,
     GEMMA4_TOKENS,
     IMAGE_TOKENS,
+    LATENT,
     MISTRAL,
     PIXTRAL,
     PLAIN_VISION,
@@ -96,6 +97,24 @@ PUBLISHED_KINDS: dict[str, TinyMultimodal] = {
         TEXT | {"model_type": "ministral3", "head_dim": 16, "rope_parameters": YARN, "sliding_window": None},
         {"vision_config": PIXTRAL, "image_token_index": 10, "tie_word_embeddings": True, "spatial_merge_size": 2},
         ("language_model.model.layers.0.self_attn.q_proj.weight", "language_model.model.embed_tokens.weight"),
+    ),
+    "mistral4": TinyMultimodal(
+        "Mistral-Small-4-119B-2603",
+        "Mistral3ForConditionalGeneration",
+        "mistral3",
+        LATENT | {"model_type": "mistral4", "norm_topk_prob": True, "rope_parameters": YARN | {"mscale_all_dim": 1.0}},
+        {"vision_config": PIXTRAL, "image_token_index": 10, "tie_word_embeddings": False, "spatial_merge_size": 2},
+        ("language_model.model.layers.0.self_attn.kv_b_proj.weight", "language_model.lm_head.weight"),
+    ),
+    "kimi-k2.5": TinyMultimodal(
+        "Kimi-K2.5, Kimi-K2.6, Kimi-K2.7-Code",
+        "Kimi_K25ForConditionalGeneration",
+        "kimi_k25",
+        LATENT | {"model_type": "kimi_k2", "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+        {"vision_config": PLAIN_VISION | {"merge_kernel_size": [2, 2], "pos_emb_height": 4, "pos_emb_width": 4}}
+        | {"projection_hidden_size": 16, "tie_word_embeddings": False},
+        ("language_model.model.layers.0.self_attn.q_a_proj.weight", "language_model.lm_head.weight"),
+        published_as="KimiK25ForConditionalGeneration",
     ),
     "qwen2-vl": TinyMultimodal(
         "Qwen2-VL-2B-Instruct, Qwen2-VL-7B-Instruct, Qwen2-VL-72B-Instruct",

@@ -56,6 +56,7 @@ def save(name: str, path: Path, *, as_published: bool = True) -> Saved:
 
 def _published(name: str, tiny: TinyMultimodal) -> str:
     """Return the published name of a tensor, given that in the files that transformers writes."""
+    name = name.replace("language_model.model.blocks.", "language_model.model.layers.")  # blocks are of Kimi's tower
     return re.sub(r"^vision_tower\.", tiny.vision_prefix, name)
 
 

@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
-from engine.models.config.architectures import PROVEN
+from engine.models.config.architectures import MODEL_TYPES, PROVEN
 from engine.models.config.families import ARCHITECTURES, Family
 from engine.models.config.text_parts import TEXT_ARCHITECTURES
 from tests.engine.models.adapter.tiny_models import VOCAB_SIZE, WINDOW
@@ -48,6 +48,21 @@ GATED_DELTA: dict[str, Any] = {
         "partial_rotary_factor": 0.25,
     },
 }
+LATENT: dict[str, Any] = TEXT | {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
 PLAIN_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
 SIGLIP = PLAIN_VISION | {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14}
 CLIP = SIGLIP | {"model_type": "clip_vision_model", "projection_dim": 8}
@@ -80,6 +95,7 @@ class TinyMultimodal:
         names: some of the tensors' names in the published files.
         vision_prefix: what published names of the vision tower begin with, where transformers has ``vision_tower.``.
         is_flat: the fields of the text part are at the top.
+        published_as: the architecture in published files, where it is another name.
         experts_are_turned: stacked experts are stored as [num_experts, inputs, outputs].
     """
 
@@ -92,11 +108,13 @@ class TinyMultimodal:
     vision_prefix: str = "vision_tower."
     is_flat: bool = False
     experts_are_turned: bool = False
+    published_as: str | None = None
 
     @property
     def text_type(self) -> str:
         """The model type of the text part."""
-        return str(self.text.get("model_type", f"{self.model_type}_text"))
+        model_type = str(self.text.get("model_type", f"{self.model_type}_text"))
+        return MODEL_TYPES.get(model_type, model_type)
 
     @property
     def has_states(self) -> bool:
@@ -113,7 +131,11 @@ class TinyMultimodal:
         """The fields of config.json."""
         fields = self.text if self.is_flat else {"text_config": self.text}
         return (
-            {"architectures": [self.architecture], "model_type": self.model_type, "dtype": "float32"}
+            {
+                "architectures": [self.published_as or self.architecture],
+                "model_type": self.model_type,
+                "dtype": "float32",
+            }
             | self.others
             | fields
         )

@@ -14,7 +14,7 @@ from engine.models.config.model_config import ModelConfig, load_hf_config
 from engine.models.decoder import loader
 from engine.models.tensor_parallel import TensorParallel
 from kernels.experts import experts as experts_module
-from kernels.experts.experts import SigmoidScores, route
+from kernels.experts.experts import Scores, route
 from tests.engine.checkpoints import build_model, save_checkpoint
 from tests.engine.conftest import SavedModel
 from tests.engine.models.adapter.packed_steps import make_sequences, packed_logits
@@ -94,8 +94,8 @@ def _with(
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_routing_mistake_is_noticed(sparse_family: SavedModel, mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(logits: torch.Tensor, top_k: int, *, normalize: bool, sigmoid: SigmoidScores | None) -> Routed:
-        assert sigmoid is None
+    def wrong(logits: torch.Tensor, top_k: int, *, normalize: bool, scores: Scores | None) -> Routed:
+        assert scores is None
         return MISTAKES[mistake](logits, top_k, normalize)
 
     monkeypatch.setattr(loader, "cpu_kernels_can_run", lambda *_: False)
