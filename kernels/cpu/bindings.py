@@ -74,7 +74,7 @@ class CExperts(ctypes.Structure):
     """``pagoda_experts``."""
 
     _fields_ = (
-        *_fields(CWeight, "router", "gate_up", "down", "shared_gate_up", "shared_down"),
+        *_fields(CWeight, "router", "gate_up", "down", "shared_gate_up", "shared_down", "latent_in", "latent_out"),
         *_fields(_POINTER, "choice_bias"),
         *_fields(_INT32, "num_experts", "top_k", "hidden_size", "intermediate_size", "normalizes_weights"),
         *_fields(_INT32, "is_sigmoid", "has_gate", "gates_shared"),

@@ -25,6 +25,7 @@ class ExpertSizes:
         weight_scale: of the chosen experts' weights.
         has_gate: an expert is a SwiGLU; else it squares what a ReLU leaves.
         gates_shared_expert: the sigmoid of a logit multiplies the shared expert.
+        latent_size: features that routed experts read and write, by projections around all of them; None: no such.
     """
 
     hidden_size: int
@@ -38,6 +39,12 @@ class ExpertSizes:
     weight_scale: float = 1.0
     has_gate: bool = True
     gates_shared_expert: bool = True
+    latent_size: int | None = None
+
+    @property
+    def width(self) -> int:
+        """Features that a routed expert reads and writes."""
+        return self.latent_size or self.hidden_size
 
 
 class PackedExperts:
@@ -53,20 +60,18 @@ class PackedExperts:
         count, hidden = sizes.num_experts, sizes.hidden_size
         halves = 2 if sizes.has_gate else 1
         self._inner = _padded(sizes.intermediate_size, LANES * PANELS_AT_ONCE // halves)
-        self._hidden = _padded(hidden, LANES * PANELS_AT_ONCE)
+        self._outputs = _padded(sizes.width, LANES * PANELS_AT_ONCE)
         shared = _padded(sizes.shared_intermediate_size, LANES)
         gates_shared = shared > 0 and sizes.gates_shared_expert
         self.router = PackedLinear(WeightKind.FLOAT32, hidden, count + gates_shared)
-        self.gate_up = PackedLinear(kind, hidden, count * halves * self._inner)
-        self.down = PackedLinear(kind, self._inner, count * self._hidden)
+        self.gate_up = PackedLinear(kind, sizes.width, count * halves * self._inner)
+        self.down = PackedLinear(kind, self._inner, count * self._outputs)
         self.shared_gate_up = PackedLinear(kind, hidden, halves * shared) if shared else None
         self.shared_down = PackedLinear(kind, shared, hidden) if shared else None
+        self.latent_in = PackedLinear(kind, hidden, sizes.width) if sizes.latent_size else None
+        self.latent_out = PackedLinear(kind, sizes.width, hidden) if sizes.latent_size else None
         self.c_experts = CExperts(
-            self.router.c_weight,
-            self.gate_up.c_weight,
-            self.down.c_weight,
-            CWeight() if self.shared_gate_up is None else self.shared_gate_up.c_weight,
-            CWeight() if self.shared_down is None else self.shared_down.c_weight,
+            *(CWeight() if linear is None else linear.c_weight for linear in self._linears),
             num_experts=count,
             top_k=sizes.top_k,
             hidden_size=hidden,
@@ -80,6 +85,12 @@ class PackedExperts:
         )
 
     @property
+    def _linears(self) -> tuple[PackedLinear | None, ...]:
+        """The linear layers in the order of the C structure."""
+        shared = (self.shared_gate_up, self.shared_down)
+        return (self.router, self.gate_up, self.down, *shared, self.latent_in, self.latent_out)
+
+    @property
     def address(self) -> int:
         """Where the C structure is, which this object must outlive."""
         return ctypes.addressof(self.c_experts)
@@ -87,8 +98,7 @@ class PackedExperts:
     @property
     def num_bytes(self) -> int:
         """Bytes that the weights take."""
-        linears = (self.router, self.gate_up, self.down, self.shared_gate_up, self.shared_down)
-        return sum(linear.num_bytes for linear in linears if linear is not None)
+        return sum(linear.num_bytes for linear in self._linears if linear is not None)
 
     def set_router_weight(self, weight: torch.Tensor) -> None:
         """Set the router's weights, [num_experts, hidden_size]."""
@@ -104,7 +114,7 @@ class PackedExperts:
         self.c_experts.choice_bias = self._choice_bias.data_ptr()
 
     def set_up_weight(self, expert: int, weight: torch.Tensor) -> None:
-        """Set the first weights of an expert without a gate, [intermediate_size, hidden_size]."""
+        """Set the first weights of an expert without a gate, [intermediate_size, width]."""
         assert not self.sizes.has_gate
         self.gate_up.set_weight(weight, first_output=expert * self._inner)
 
@@ -115,13 +125,13 @@ class PackedExperts:
         self.shared_gate_up.set_weight(weight)
 
     def set_gate_up_weight(self, expert: int, weight: torch.Tensor) -> None:
-        """Set one expert's gate and up, one below the other: [2 * intermediate_size, hidden_size]."""
+        """Set one expert's gate and up, one below the other: [2 * intermediate_size, width]."""
         for offset, half in enumerate(weight.chunk(2)):
             self.gate_up.set_weight(half, first_output=expert * self._inner, every=2, offset=offset)
 
     def set_down_weight(self, expert: int, weight: torch.Tensor) -> None:
-        """Set one expert's down, [hidden_size, intermediate_size]."""
-        self.down.set_weight(weight, first_output=expert * self._hidden)
+        """Set one expert's down, [width, intermediate_size]."""
+        self.down.set_weight(weight, first_output=expert * self._outputs)
 
     def set_shared_gate_up_weight(self, weight: torch.Tensor) -> None:
         """Set the shared expert's gate and up, one below the other: [2 * shared_intermediate_size, hidden_size]."""
@@ -133,6 +143,16 @@ class PackedExperts:
         """Set the shared expert's down, [hidden_size, shared_intermediate_size]."""
         assert self.shared_down is not None
         self.shared_down.set_weight(weight)
+
+    def set_latent_in_weight(self, weight: torch.Tensor) -> None:
+        """Set the weights of the projection before all routed experts, [latent_size, hidden_size]."""
+        assert self.latent_in is not None
+        self.latent_in.set_weight(weight)
+
+    def set_latent_out_weight(self, weight: torch.Tensor) -> None:
+        """Set the weights of the projection after all routed experts, [hidden_size, latent_size]."""
+        assert self.latent_out is not None
+        self.latent_out.set_weight(weight)
 
 
 def experts(hidden: torch.Tensor, packed: PackedExperts, norm: torch.Tensor, eps: float) -> torch.Tensor:

@@ -40,7 +40,7 @@ def packed_layer(config: ModelConfig, layer: int, kind: WeightKind, dtype: torch
 def can_compute_experts(config: ModelConfig) -> bool:
     """Return whether the C kernels compute the model's experts, if it has any."""
     shape = config.experts
-    return shape is None or not (shape.latent_size or shape.is_beside_dense or shape.groups)
+    return shape is None or not (shape.is_beside_dense or shape.groups)
 
 
 def set_parameter(layer: PackedLayer, name: list[str], value: torch.Tensor, *, is_first_rank: bool) -> None:
@@ -115,6 +115,7 @@ def _expert_sizes(experts: ExpertsShape, hidden_size: int) -> ExpertSizes:
         weight_scale=experts.weight_scale,
         has_gate=experts.has_gate,
         gates_shared_expert=experts.gates_shared_expert,
+        latent_size=experts.latent_size,
     )
 
 
@@ -192,6 +193,10 @@ def _set_expert_weight(experts: PackedExperts, name: list[str], weight: torch.Te
             experts.set_shared_down_weight(weight)
         case ["shared_expert_gate", "weight"]:
             experts.set_shared_gate_weight(weight)
+        case ["fc1_latent_proj", "weight"]:
+            experts.set_latent_in_weight(weight)
+        case ["fc2_latent_proj", "weight"]:
+            experts.set_latent_out_weight(weight)
         case _:
             raise AssertionError(f"no parameter of experts is called {'.'.join(name)}")
 

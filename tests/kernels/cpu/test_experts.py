@@ -29,6 +29,7 @@ class Layer:
         num_experts: int = NUM_EXPERTS,
         inner: int = INNER,
         shared_inner: int = SHARED,
+        latent: int | None = None,
     ) -> None:
         if kind is WeightKind.INT8 and not has_int8():
             pytest.skip("the processor does not multiply int8")
@@ -37,11 +38,13 @@ class Layer:
         def random(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
 
-        self.kind, self.normalizes, self.shared = kind, normalizes, shared
+        self.kind, self.normalizes, self.shared, self.latent = kind, normalizes, shared, latent
+        width = latent or HIDDEN
         self.router, self.shared_gate = random(num_experts, HIDDEN) * 3, random(1, HIDDEN) * 3
-        self.gate_up, self.down = random(num_experts, 2 * inner, HIDDEN), random(num_experts, HIDDEN, inner)
+        self.gate_up, self.down = random(num_experts, 2 * inner, width), random(num_experts, width, inner)
         self.shared_gate_up, self.shared_down = random(2 * shared_inner, HIDDEN), random(HIDDEN, shared_inner)
         self.norm = random(HIDDEN) + 1
+        self.latent_in, self.latent_out = random(width, HIDDEN), random(HIDDEN, width)
 
     def packed(self) -> PackedExperts:
         sizes = ExpertSizes(
@@ -51,12 +54,16 @@ class Layer:
             intermediate_size=self.down.shape[2],
             shared_intermediate_size=self.shared_down.shape[1] if self.shared else 0,
             normalizes_weights=self.normalizes,
+            latent_size=self.latent,
         )
         packed = PackedExperts(sizes, self.kind)
         packed.set_router_weight(self.router)
         for expert in range(len(self.router)):
             packed.set_gate_up_weight(expert, self.gate_up[expert])
             packed.set_down_weight(expert, self.down[expert])
+        if self.latent:
+            packed.set_latent_in_weight(self.latent_in)
+            packed.set_latent_out_weight(self.latent_out)
         if self.shared:
             packed.set_shared_gate_weight(self.shared_gate)
             packed.set_shared_gate_up_weight(self.shared_gate_up)
@@ -73,11 +80,14 @@ class Layer:
     def expected(self, hidden: torch.Tensor) -> torch.Tensor:
         x = reference.rms_norm(hidden, self.norm, EPS)
         weights, ids = self.route(x)
-        output = torch.zeros_like(x)
+        inputs = reference.linear(x, self.latent_in, None, self.kind) if self.latent else x
+        output = torch.zeros_like(inputs)
         for token in range(len(x)):
             for weight, expert in zip(weights[token], ids[token], strict=True):
-                row = self.swiglu(x[token : token + 1], self.gate_up[expert], self.down[expert])
+                row = self.swiglu(inputs[token : token + 1], self.gate_up[expert], self.down[expert])
                 output[token] += weight * row[0]
+        if self.latent:
+            output = reference.linear(output, self.latent_out, None, self.kind)
         if self.shared:
             output += (x @ self.shared_gate.t()).sigmoid() * self.swiglu(x, self.shared_gate_up, self.shared_down)
         return output
@@ -113,6 +123,15 @@ def test_experts_wider_than_the_hidden_state_equal_their_references(
 
 
 @pytest.mark.parametrize("kind", WeightKind)
+@pytest.mark.parametrize(("latent", "shared"), [(24, True), (36, False), (200, True)])
+@pytest.mark.parametrize("num_tokens", [1, 33])
+def test_experts_between_projections_equal_their_references(
+    num_tokens: int, latent: int, shared: bool, kind: WeightKind, num_threads: int
+) -> None:
+    Layer(kind, shared=shared, normalizes=True, latent=latent).check(random_hidden(num_tokens))
+
+
+@pytest.mark.parametrize("kind", WeightKind)
 def test_the_last_tile_of_every_expert_may_be_incomplete(kind: WeightKind) -> None:
     """A tile has 16 rows, and each expert 17, so that there are nearly twice as many tiles as of one expert's rows."""
     num_groups = 22
@@ -128,9 +147,12 @@ def test_the_last_tile_of_every_expert_may_be_incomplete(kind: WeightKind) -> No
 
 
 @pytest.mark.parametrize("kind", WeightKind)
-def test_a_token_gets_the_same_bits_alone_and_in_any_batch(kind: WeightKind, num_threads: int) -> None:
+@pytest.mark.parametrize("latent", [None, 36])
+def test_a_token_gets_the_same_bits_alone_and_in_any_batch(
+    latent: int | None, kind: WeightKind, num_threads: int
+) -> None:
     """The largest batch is more than the kernels compute at once."""
-    layer, hidden = Layer(kind, shared=True, normalizes=True), random_hidden(1500)
+    layer, hidden = Layer(kind, shared=True, normalizes=True, latent=latent), random_hidden(1500)
     packed = layer.packed()
     whole = experts(hidden, packed, layer.norm, EPS)
     for count in (1, 5, 16, 40, 300):
@@ -160,8 +182,9 @@ def test_no_token_is_no_work() -> None:
     assert experts(torch.empty(0, HIDDEN), layer.packed(), layer.norm, EPS).shape == (0, HIDDEN)
 
 
-def test_a_nan_stays_in_its_own_token() -> None:
-    layer, hidden = Layer(WeightKind.FLOAT32, shared=True, normalizes=True), random_hidden(40)
+@pytest.mark.parametrize("latent", [None, 36])
+def test_a_nan_stays_in_its_own_token(latent: int | None) -> None:
+    layer, hidden = Layer(WeightKind.FLOAT32, shared=True, normalizes=True, latent=latent), random_hidden(40)
     clean = experts(hidden, layer.packed(), layer.norm, EPS)
     hidden[7, 3] = torch.nan
     spoilt = experts(hidden, layer.packed(), layer.norm, EPS)

@@ -21,6 +21,7 @@ typedef struct {
     const float *hidden, *norm;
     float eps, multiplier;
     int32_t num_tokens, is_added, num_logits;
+    int32_t width;             /* features that routed experts read and write */
     float *logits;             /* [num_tokens, num_logits], of the router */
     float *weights;            /* [num_tokens, top_k] */
     int32_t *ids;              /* [num_tokens, top_k], the chosen experts */
@@ -34,10 +35,17 @@ typedef struct {
     uint32_t *words;           /* packed rows: of the router's input, then of the experts' */
     float *row_scales;         /* [num_tokens * top_k] */
     pagoda_rows packed;        /* every token's row, apart, as experts read it */
+    pagoda_rows latent_packed; /* the same of the latent features, if there are any */
+    float *latent;             /* [num_tokens, width], of the projection before experts, then their sums */
+    float *routed;             /* [num_tokens, hidden_size], of the projection after them */
     float *wide;               /* [num_tokens * top_k, intermediate_size], or of the shared expert */
-    float *results;            /* [num_tokens * top_k, hidden_size] */
+    float *results;            /* [num_tokens * top_k, width] */
     float *shared;             /* [num_tokens, hidden_size] */
 } batch;
+
+static bool has_latent(const pagoda_experts *e) {
+    return e->latent_in.words != NULL;
+}
 
 /* --- memory ---------------------------------------------------------------------------------------------------- */
 
@@ -54,8 +62,9 @@ static size_t divide_memory(batch *b, char *block) {
     const int64_t tokens = b->num_tokens, pairs = tokens * e->top_k, width = e->hidden_size;
     const bool has_shared = e->shared_gate_up.words != NULL;
     const int64_t shared_width = has_shared ? e->shared_down.in_features : 0;
+    const int64_t latents = has_latent(e) ? tokens : 0;
     const int kind = e->gate_up.kind;
-    int64_t row_words = max(pagoda_num_words(kind, (int32_t)width), pagoda_num_words(kind, e->intermediate_size));
+    int64_t row_words = max(pagoda_num_words(kind, b->width), pagoda_num_words(kind, e->intermediate_size));
     int64_t shared_words = has_shared ? pagoda_num_words(kind, (int32_t)shared_width) : 0;
     int64_t num_words = max(tokens * max(width, shared_words), pairs * row_words);
     size_t used = 0;
@@ -74,7 +83,12 @@ static size_t divide_memory(batch *b, char *block) {
     b->packed.words = take(block, &used, tokens * pagoda_num_words(kind, (int32_t)width) * 4);
     b->packed.scales = take(block, &used, tokens * 4);
     b->wide = take(block, &used, max(pairs * e->intermediate_size, tokens * shared_width) * 4);
-    b->results = take(block, &used, pairs * width * 4);
+    b->latent_packed.num_rows = b->num_tokens;
+    b->latent_packed.words = take(block, &used, latents * pagoda_num_words(kind, b->width) * 4);
+    b->latent_packed.scales = take(block, &used, latents * 4);
+    b->latent = take(block, &used, latents * b->width * 4);
+    b->routed = take(block, &used, latents * width * 4);
+    b->results = take(block, &used, pairs * b->width * 4);
     b->shared = take(block, &used, has_shared ? tokens * width * 4 : 0);
     return used;
 }
@@ -191,16 +205,26 @@ static pagoda_epilogue activation(const pagoda_experts *e) {
     return e->has_gate ? PAGODA_SILU_MUL : PAGODA_STORE_RELU_SQUARED;
 }
 
+/* Computes what routed experts read. */
+static void compute_latent(batch *b) {
+    const pagoda_experts *e = b->experts;
+    pagoda_rows rows = {b->words, b->row_scales, b->num_tokens};
+    pagoda_gather_tiles(&rows, NULL, NULL, &b->packed, e->latent_in.kind, e->hidden_size);
+    pagoda_linear(b->latent, b->width, &rows, &e->latent_in, PAGODA_STORE);
+    pagoda_pack_rows_apart(&b->latent_packed, b->latent, e->gate_up.kind, b->width, NULL, 0);
+}
+
 /* Computes the chosen experts of all rows. */
 static void compute_routed(batch *b) {
     const pagoda_experts *e = b->experts;
     const pagoda_rows rows = {b->words, b->row_scales, b->num_tokens * e->top_k};
     const pagoda_tiles tiles = {b->tiles, b->num_tiles};
-    pagoda_gather_tiles(&rows, &tiles, b->tokens, &b->packed, e->gate_up.kind, e->hidden_size);
+    const pagoda_rows *inputs = has_latent(e) ? &b->latent_packed : &b->packed;
+    pagoda_gather_tiles(&rows, &tiles, b->tokens, inputs, e->gate_up.kind, b->width);
     multiply(b, b->wide, e->intermediate_size, &e->gate_up, (e->has_gate ? 2 : 1) * (int64_t)e->intermediate_size,
              activation(e));
     pagoda_pack_tiles(&rows, &tiles, b->wide, e->down.kind, e->intermediate_size);
-    multiply(b, b->results, e->hidden_size, &e->down, e->hidden_size, PAGODA_STORE);
+    multiply(b, b->results, b->width, &e->down, b->width, PAGODA_STORE);
 }
 
 /* Computes the expert that every token has. */
@@ -214,6 +238,35 @@ static void compute_shared(batch *b) {
     pagoda_linear(b->shared, e->hidden_size, &rows, &e->shared_down, PAGODA_STORE);
 }
 
+/* Sums one token's chosen experts, from feature i on. */
+static f32x16 sum_of_experts(const batch *b, int64_t token, int64_t i) {
+    const int32_t top_k = b->experts->top_k;
+    const int64_t width = b->width;
+    f32x16 sum = {0};
+    for (int32_t choice = 0; choice < top_k; choice++) {
+        const int64_t pair = token * top_k + choice;
+        f32x16 result = load_some(b->results + b->rows[pair] * width, false, i, width - i);
+        sum = f32x16_fma(f32x16_set(b->weights[pair]), result, sum);
+    }
+    return sum;
+}
+
+/* Sums one token's chosen experts in the latent features. */
+static void combine_latent(void *args, int64_t token) {
+    const batch *b = args;
+    float *sums = b->latent + token * b->width;
+    for (int64_t i = 0; i < b->width; i += LANES) store_some(sums, false, i, sum_of_experts(b, token, i), b->width - i);
+}
+
+/* Computes the routed experts' part of the output from the sums of their latent features. */
+static void project_latent(batch *b) {
+    const pagoda_experts *e = b->experts;
+    pagoda_rows rows = {b->words, b->row_scales, b->num_tokens};
+    pagoda_for_each_row(b->num_tokens, (int64_t)b->num_tokens * e->top_k * b->width, combine_latent, b);
+    pagoda_pack_rows(&rows, b->latent, false, e->latent_out.kind, b->width, NULL, 0);
+    pagoda_linear(b->routed, e->hidden_size, &rows, &e->latent_out, PAGODA_STORE);
+}
+
 /* Sums one token's results. */
 static void combine(void *args, int64_t token) {
     const batch *b = args;
@@ -225,12 +278,7 @@ static void combine(void *args, int64_t token) {
     const float *shared = b->shared + token * width;
     float *output = b->output + token * width;
     for (int64_t i = 0; i < width; i += LANES) {
-        f32x16 sum = {0};
-        for (int32_t choice = 0; choice < e->top_k; choice++) {
-            const int64_t pair = token * e->top_k + choice;
-            f32x16 result = load_some(b->results + b->rows[pair] * width, false, i, width - i);
-            sum = f32x16_fma(f32x16_set(b->weights[pair]), result, sum);
-        }
+        f32x16 sum = has_latent(e) ? load_some(b->routed + token * width, false, i, width - i) : sum_of_experts(b, token, i);
         if (has_shared) sum = f32x16_fma(f32x16_set(gate), load_some(shared, false, i, width - i), sum);
         sum *= b->multiplier;
         if (b->is_added) sum += load_some(output, false, i, width - i);
@@ -246,12 +294,15 @@ void pagoda_compute_experts(const pagoda_experts *experts, float *output, const 
             .experts = experts, .output = output + first * width, .hidden = hidden + first * width, .norm = norm,
             .eps = eps, .multiplier = multiplier, .num_tokens = (int32_t)min(num_tokens - first, MOST_TOKENS_AT_ONCE), .is_added = is_added,
             .num_logits = experts->router.out_features,
+            .width = has_latent(experts) ? experts->latent_in.out_features : experts->hidden_size,
         };
         divide_memory(&b, pagoda_scratch(SCRATCH_EXPERTS, divide_memory(&b, NULL)));
         route(&b);
         sort_by_expert(&b);
         pagoda_pack_rows_apart(&b.packed, b.hidden, experts->gate_up.kind, experts->hidden_size, norm, eps);
+        if (has_latent(experts)) compute_latent(&b);
         compute_routed(&b);
+        if (has_latent(experts)) project_latent(&b);
         if (experts->shared_gate_up.words) compute_shared(&b);
         pagoda_for_each_row(b.num_tokens, b.num_tokens * (experts->top_k + 1) * width, combine, &b);
     }

@@ -8,12 +8,14 @@
 
 /* One layer's experts: CExperts in kernels/cpu/bindings.py. The weights of all experts are one matrix, in which each
  * expert's outputs begin at a multiple of 64; gate_up's panels alternate between the gate's and up's, or without a gate
- * they are all up's. */
+ * they are all up's. Between the latent projections, if there are any, routed experts read and write latent_in's
+ * outputs instead of hidden_size features. */
 typedef struct {
     pagoda_weight router;         /* float32; with gates_shared the last output is the logit of the shared expert's gate */
     pagoda_weight gate_up, down;  /* of num_experts experts */
     pagoda_weight shared_gate_up; /* of the expert that computes every token; without one its words are NULL */
     pagoda_weight shared_down;
+    pagoda_weight latent_in, latent_out; /* before and after all routed experts; without them their words are NULL */
     const float *choice_bias;     /* [num_experts], is added to the scores for the choice alone; or NULL */
     int32_t num_experts, top_k, hidden_size;
     int32_t intermediate_size;  /* of an expert; a multiple of 32, without a gate of 64: padded with zeros */
