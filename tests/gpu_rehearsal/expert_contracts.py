@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from kernels.experts.experts import route
+from kernels.experts.route import route
 from tests.gpu_rehearsal.kernel_contracts import Compute, Contract, plain, require, require_tensor
 
 __all__ = ["CONTRACTS"]

@@ -15,7 +15,8 @@ from benchmarks.gpu.part_run import PartRun
 from benchmarks.limits.model_shape import ModelShape
 from benchmarks.machine import median_seconds
 from kernels.experts import reference
-from kernels.experts.experts import route, routed_experts
+from kernels.experts.experts import routed_experts
+from kernels.experts.route import route
 
 __all__ = ["run"]
 

@@ -10,7 +10,8 @@ from torch import nn
 
 from engine.models.config.experts_shape import ExpertsShape
 from engine.models.tensor_parallel import TensorParallel
-from kernels.experts.experts import Groups, Scores, routed_experts
+from kernels.experts.experts import routed_experts
+from kernels.experts.route import Groups, Scores
 
 __all__ = ["Experts", "SparseMoeBlock"]
 

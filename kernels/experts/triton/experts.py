@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.experts.experts import Scores
+from kernels.experts.route import Scores
 from kernels.experts.triton.routing import TILE_ROWS, Routes, route_triton
 from kernels.layer_ops.base import Activation
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from kernels.experts import reference
-from kernels.experts.experts import Scores, route, routed_experts
+from kernels.experts.experts import routed_experts
+from kernels.experts.route import Scores, route
 
 Compute = Callable[..., torch.Tensor]
 Routed = tuple[torch.Tensor, torch.Tensor]

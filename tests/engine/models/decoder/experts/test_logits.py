@@ -14,7 +14,7 @@ from engine.models.config.model_config import ModelConfig, load_hf_config
 from engine.models.decoder import loader
 from engine.models.tensor_parallel import TensorParallel
 from kernels.experts import experts as experts_module
-from kernels.experts.experts import Scores, route
+from kernels.experts.route import Scores, route
 from tests.engine.checkpoints import build_model, save_checkpoint
 from tests.engine.conftest import SavedModel
 from tests.engine.models.adapter.packed_steps import make_sequences, packed_logits

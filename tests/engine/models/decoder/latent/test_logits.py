@@ -17,7 +17,7 @@ from engine.models.decoder import loader
 from engine.models.decoder.decoder import Decoder
 from engine.models.decoder.experts import SparseMoeBlock
 from engine.models.tensor_parallel import TensorParallel
-from kernels.experts.experts import Scores
+from kernels.experts.route import Scores
 from kernels.layer_ops.torch import TorchOps
 from tests.engine.models.adapter.packed_steps import packed_logits
 from tests.engine.models.decoder.latent.conftest import STEPS, Saved, make_sequences
