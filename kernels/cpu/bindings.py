@@ -135,7 +135,7 @@ class CRecurrentLayer(ctypes.Structure):
         *_fields(_POINTER, "conv_weight", "conv_bias", "step_bias", "decay", "skip", "norm"),
         *_fields(_INT32, "kind", "conv_width", "num_heads", "num_groups", "head_dim", "state_size"),
         *_fields(_INT32, "norm_group", "gates_first"),
-        *_fields(_FLOAT, "eps", "smallest_step", "largest_step"),
+        *_fields(_FLOAT, "eps", "smallest_step", "largest_step", "largest_beta"),
     )
 
 

@@ -39,6 +39,7 @@ class RecurrentSizes:
         norm_group: elements that the norm of the output divides by their root mean square.
         gates_first: whether the gate is multiplied before the norm.
         step_limits: the smallest and the largest step of Mamba.
+        largest_beta: of the gated delta rule.
     """
 
     kind: RecurrentKind
@@ -52,6 +53,7 @@ class RecurrentSizes:
     gates_first: bool = False
     norm_eps: float = 0.0
     step_limits: tuple[float, float] = (0.0, math.inf)
+    largest_beta: float = 1.0
     in_bias: bool = False
     out_bias: bool = False
 
@@ -110,6 +112,7 @@ class PackedRecurrent:
             eps=sizes.norm_eps,
             smallest_step=smallest_step,
             largest_step=largest_step,
+            largest_beta=sizes.largest_beta,
         )
 
     @property

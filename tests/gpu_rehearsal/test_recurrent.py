@@ -15,7 +15,11 @@ from engine.errors import ConfigError
 from engine.kv.page_maps import PageMap
 from engine.llm import LLM
 from tests.engine.checkpoints import build_model, save_checkpoint
-from tests.engine.models.decoder.recurrent.recurrent_families import RECURRENT_FAMILIES, build_recurrent_model
+from tests.engine.models.decoder.recurrent.recurrent_families import (
+    RECURRENT_FAMILIES,
+    build_recurrent_model,
+    save_as_published,
+)
 from tests.gpu_rehearsal.kernel_contracts import ContractError
 from tests.gpu_rehearsal.machine import RehearsalError
 from tests.gpu_rehearsal.planting import plant
@@ -59,7 +63,7 @@ class Models:
         key = f"{name}{changes}"
         if key not in self._paths:
             model = build_recurrent_model(name, **({"vocab_size": VOCAB_SIZE} | changes))
-            self._paths[key] = save_checkpoint(model, self._directories.mktemp("recurrent"))
+            self._paths[key] = save_as_published(model, self._directories.mktemp("recurrent"))
         return self._paths[key]
 
     def expected(self, path: str, scenario: Scenario) -> Any:

@@ -175,6 +175,10 @@ def _recurrent_parts(
         case "in_proj":
             scales = [config.weight_scales.of_section(i, kind) for i in range(len(shape.in_sections))]
             return _sections(stored, shape.in_sections, rank, size, scales)
+        case "conv" if isinstance(shape, GatedDeltaShape) and shape.stored == "apart":
+            module = stored_with_prefix(".".join(path), checkpoint, config)
+            names = [f"{module}.{part}_conv1d.{kind}" for part in "qkv"]
+            return _apart(names, shape.conv_sections, rank, size)
         case "conv":
             return _sections(stored, shape.conv_sections, rank, size)
         case "out_proj" if kind == "weight":
@@ -207,10 +211,17 @@ def _sections(
     return parts
 
 
+def _apart(names: list[str], widths: tuple[int, ...], rank: int, size: int) -> list[Part]:
+    """Return a rank's rows of each section, which has a tensor of its own."""
+    return [Part(name, _share(width, rank, size)) for name, width in zip(names, widths, strict=True)]
+
+
 def _gated_delta_inputs(module: str, shape: GatedDeltaShape, rank: int, size: int) -> list[Part]:
-    """Return the rows of queries, keys, values, gates, betas and decays, which two or four tensors store."""
+    """Return the rows of queries, keys, values, gates, betas and decays, which two, four or six tensors store."""
     inner, heads = shape.inner_size, shape.num_heads
-    if not shape.is_grouped:
+    if shape.stored == "apart":
+        return _apart([f"{module}.{name}_proj.weight" for name in "qkvgba"], shape.in_sections, rank, size)
+    if shape.stored == "qkv":
         parts = _sections(f"{module}.in_proj_qkv.weight", shape.conv_sections, rank, size)
         parts.append(Part(f"{module}.in_proj_z.weight", _share(inner, rank, size)))
         return parts + [Part(f"{module}.in_proj_{name}.weight", _share(heads, rank, size)) for name in "ba"]

@@ -20,6 +20,7 @@ from engine.models.config.stored_names import (
     MAMBA2,
     NEMOTRON_H,
     OLMO,
+    OLMO_HYBRID,
     QWEN_GATED_DELTA,
 )
 
@@ -32,7 +33,8 @@ RecurrentKind = Literal["gated_delta", "mamba", "conv"]
 ExpertsFormat = Literal[
     "qwen", "mixtral", "lfm2", "granite", "nemotron", "gemma4", "deepseek_v2", "deepseek_v3", "mistral4"
 ]
-HasRope = Literal["always", "optional", "never"]  # optional: if the config's position_embedding_type says so
+# optional: if the config's position_embedding_type says so; with_theta: if its RoPE parameters have a base
+HasRope = Literal["always", "optional", "with_theta", "never"]
 
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _ATTENTION = ("full_attention", "sliding_attention")
@@ -46,6 +48,7 @@ class Family:
         qk_norm: the RMSNorm of queries and keys.
         qkv_bias, output_bias: of the attention's linear layers; None: config.json's attention_bias decides.
         norms: where a layer's RMSNorms are.
+        recurrent_norms: where they are in recurrent layers; None: where they are in others.
         stored_names: the checkpoint's names of modules that have other names in our decoder: see stored_names.py.
         prefixes: one of them is before the names of all weights but the head's.
         ignored: the beginning of the names of weights that are not needed.
@@ -86,6 +89,7 @@ class Family:
     qkv_bias: bool | None = False
     output_bias: bool | None = False
     norms: NormPlacement = "before"
+    recurrent_norms: NormPlacement | None = None
     stored_names: Mapping[str, str] = field(default_factory=dict)
     prefixes: tuple[str, ...] = ("model.",)
     ignored: str | None = None
@@ -191,6 +195,17 @@ ARCHITECTURES = {
         norms="after",
         stored_names=OLMO,
         has_rope_by_layer_type=True,
+    ),
+    "OlmoHybridForCausalLM": Family(
+        qk_norm="projection",
+        qkv_bias=None,
+        output_bias=None,
+        norms="after",
+        recurrent_norms="before",
+        stored_names=OLMO_HYBRID,
+        has_rope="with_theta",
+        layer_types=_HYBRID,
+        recurrent="gated_delta",
     ),
     "GlmForCausalLM": Family(
         qkv_bias=None,

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from engine.errors import ModelLoadError, shown
+from engine.errors import ModelLoadError, UnsupportedModelError, shown
 from engine.models.gguf.file import is_gguf
 
-__all__ = ["require_divisor", "require_integer", "require_number", "require_plausible"]
+__all__ = ["require_divisor", "require_integer", "require_number", "require_plausible", "require_silu"]
 
 _LARGEST = {  # several times those of the largest models
     "num_hidden_layers": 512,
@@ -166,6 +166,12 @@ def require_divisor(config: Any, name: str, of: str) -> int:
     if count % divisor:
         raise ModelLoadError(f"{name}={divisor} does not divide {of}={count}; correct config.json")
     return divisor
+
+
+def require_silu(config: Any, name: str) -> None:
+    """Raise UnsupportedModelError unless a field of a transformers config has the activation of recurrent layers."""
+    if (activation := getattr(config, name)) != "silu":
+        raise UnsupportedModelError(f"{name}={shown(activation)} is not supported by recurrent layers; supported: silu")
 
 
 def _problems(raw: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:

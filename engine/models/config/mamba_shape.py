@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from engine.errors import ModelLoadError, UnsupportedModelError, shown
+from engine.errors import ModelLoadError, shown
 from engine.kv.layer_cache import State
 from engine.models.config.divided import divided
-from engine.models.config.limits import require_divisor, require_integer
+from engine.models.config.limits import require_divisor, require_integer, require_silu
 
 __all__ = ["GatedNorm", "MambaShape"]
 
@@ -84,11 +84,7 @@ class MambaShape:
                 numbers.
             UnsupportedModelError: for an activation other than SiLU.
         """
-        field = "mamba_hidden_act" if hasattr(config, "mamba_hidden_act") else "hidden_act"
-        if (activation := getattr(config, field)) != "silu":
-            raise UnsupportedModelError(
-                f"{field}={shown(activation)} is not supported by Mamba layers; supported: silu"
-            )
+        require_silu(config, "mamba_hidden_act" if hasattr(config, "mamba_hidden_act") else "hidden_act")
         heads = next(name for name in _FIELDS if hasattr(config, name))
         head_dim, groups, state_size, conv_width = _FIELDS[heads]
         in_bias = bool(getattr(config, "mamba_proj_bias" if heads == "mamba_n_heads" else "use_bias"))

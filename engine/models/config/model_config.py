@@ -16,7 +16,7 @@ import torch
 
 from engine.errors import ModelLoadError, UnsupportedModelError, shown
 from engine.kv.layer_cache import KeyValue, LayerCache, SharedWith
-from engine.models.config.architectures import MODEL_TYPES
+from engine.models.config.architectures import MODEL_TYPES, PROVEN
 from engine.models.config.config_json import num_positions, read_config_json
 from engine.models.config.divided import divided
 from engine.models.config.experts_shape import ExpertsShape
@@ -52,6 +52,7 @@ class ModelConfig(ModelShape):
         layer_heads: how single attention layers differ.
         qk_norm: the RMSNorm of queries and keys.
         norms: where a layer's RMSNorms are; with ``norms_add_one`` they multiply by 1 + their weight.
+        recurrent_norms: where those of recurrent layers are.
         embedding_multiplier: of the embeddings, not rounded; see ``embedding_multiplier_in``.
         attention_scale: factor of the queries' products with keys.
         attention_softcap, logits_softcap: C of C * tanh(score / C), which replaces each score; None: no soft-cap.
@@ -88,6 +89,7 @@ class ModelConfig(ModelShape):
     mlp_bias: bool
     activation: Activation
     norms: NormPlacement
+    recurrent_norms: NormPlacement
     norms_add_one: bool
     embedding_multiplier: float
     attention_scale: float
@@ -207,9 +209,10 @@ class ModelConfig(ModelShape):
     def require_divisible(self) -> None:
         """Raise UnsupportedModelError if tensor-parallel ranks cannot share the model, whatever their number."""
         if self.qk_norm == "projection":
+            remedy = "set model_impl to transformers" if self.architecture in PROVEN else "set it to 1"
             raise UnsupportedModelError(
                 f"tensor_parallel_size over 1 is not supported for '{self.architecture}', whose norms of queries and "
-                "keys are over all heads; set model_impl to transformers"
+                f"keys are over all heads; {remedy}"
             )
 
     def shard(self, size: int) -> ModelConfig:
@@ -287,6 +290,7 @@ class ModelConfig(ModelShape):
             mlp_bias=bool(getattr(config, "mlp_bias", False)),
             activation=_activation(config, family),
             norms=family.norms,
+            recurrent_norms=family.recurrent_norms or family.norms,
             norms_add_one=family.norms_add_one,
             sliding_windows=_sliding_windows(config, family),
             experts=None if family.experts is None else ExpertsShape.from_hf(config, family.experts),

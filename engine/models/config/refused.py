@@ -27,7 +27,6 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
         "LaraMiniForCausalLM",
         "MambaForCausalLM",
         "MiniMaxForCausalLM",
-        "OlmoHybridForCausalLM",
         "RecurrentGemmaForCausalLM",
         "RwkvForCausalLM",
         "Zamba2ForCausalLM",

@@ -139,9 +139,18 @@ def _rotates_neighbours(config: Any, family: Family) -> bool:
     return bool(config.rope_interleave) if family.rotates_neighbours is None else family.rotates_neighbours
 
 
+def _has_rope(config: Any, family: Family) -> bool:
+    match family.has_rope:
+        case "optional":
+            return bool(config.position_embedding_type == "rope")
+        case "with_theta":
+            return rope_parameters(config, None).get("rope_theta") is not None
+    return family.has_rope == "always"
+
+
 def _tables(config: Any, family: Family) -> tuple[tuple[str | None, ...], tuple[int | None, ...]]:
     """Return ``layer_types`` and ``tables``."""
-    if family.has_rope == "never" or (family.has_rope == "optional" and config.position_embedding_type != "rope"):
+    if not _has_rope(config, family):
         return (), (None,) * config.num_hidden_layers
     if family.has_rope_by_layer_type:
         layer_types = sorted(set(config.layer_types))

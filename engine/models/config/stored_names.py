@@ -19,6 +19,7 @@ __all__ = [
     "MAMBA2",
     "NEMOTRON_H",
     "OLMO",
+    "OLMO_HYBRID",
     "QWEN_GATED_DELTA",
     "stored_name",
 ]
@@ -65,6 +66,7 @@ LFM2 = {
 }
 DEEPSEEK = {"mlp.shared_expert": "mlp.shared_experts", "mlp.expert_bias": "mlp.gate.e_score_correction_bias"}
 QWEN_GATED_DELTA = {"recurrent": "linear_attn", "conv": "conv1d", "gated_norm": "norm"}
+OLMO_HYBRID = OLMO | {"recurrent": "linear_attn", "out_proj": "o_proj", "gated_norm": "o_norm"}
 _MAMBA = {"recurrent": "mamba", "conv": "conv1d", "gated_norm": "norm"}
 BAMBA = _MAMBA | {"norm": "final_layernorm", "post_attention_layernorm": "pre_ff_layernorm", "mlp": "feed_forward"}
 GRANITE_HYBRID = _MAMBA | {

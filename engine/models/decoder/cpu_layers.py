@@ -141,7 +141,8 @@ def _recurrent_sizes(shape: RecurrentShape, config: ModelConfig) -> RecurrentSiz
                 state_size=shape.key_dim,
                 conv_width=shape.conv_width,
                 norm_group=shape.value_dim,
-                norm_eps=config.rms_norm_eps,
+                norm_eps=shape.norm_eps,
+                largest_beta=shape.largest_beta,
             )
     return _mamba_sizes(shape, config)
 

@@ -49,7 +49,8 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.ops = ops
         mixer, has_feed_forward = config.mixers[layer], config.has_feed_forward(layer)
-        width, has_input_norms, has_output_norms = config.hidden_size, config.norms != "after", config.norms != "before"
+        width, norms = config.hidden_size, config.recurrent_norms if mixer == "recurrent" else config.norms
+        has_input_norms, has_output_norms = norms != "after", norms != "before"
         self.rope_table = config.rope.tables[layer]
         self.residual_multiplier = config.residual_multiplier
         self.input_layernorm = norm_if(has_input_norms and mixer != "none", config, width)

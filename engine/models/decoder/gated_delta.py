@@ -1,4 +1,4 @@
-"""GatedDeltaNet: the recurrent layers of Qwen3-Next and Qwen3.5."""
+"""GatedDeltaNet: the recurrent layers of Qwen3-Next, Qwen3.5 and OLMo Hybrid."""
 
 from __future__ import annotations
 
@@ -23,20 +23,13 @@ class GatedDeltaNet(nn.Module):
     Args:
         shape: of a rank's share.
         hidden_size: of the residual stream.
-        eps: of the norm.
         cache: index of the layer's state among the model's caches.
         parallel: the rank and its group.
         ops: what is computed between the projections.
     """
 
     def __init__(
-        self,
-        shape: GatedDeltaShape,
-        hidden_size: int,
-        eps: float,
-        cache: int,
-        parallel: TensorParallel,
-        ops: RecurrentOps,
+        self, shape: GatedDeltaShape, hidden_size: int, cache: int, parallel: TensorParallel, ops: RecurrentOps
     ) -> None:
         super().__init__()
         self.shape, self.cache, self.ops = shape, cache, ops
@@ -44,7 +37,7 @@ class GatedDeltaNet(nn.Module):
         self.conv = CausalConv(sum(shape.conv_sections), shape.conv_width, bias=False)
         self.A_log = nn.Parameter(torch.empty(shape.num_heads))  # float32, as is the next one
         self.dt_bias = nn.Parameter(torch.empty(shape.num_heads))
-        self.gated_norm = GatedNorm(shape.value_dim, shape.value_dim, eps, gates_first=False)
+        self.gated_norm = GatedNorm(shape.value_dim, shape.value_dim, shape.norm_eps, gates_first=False)
         self.out_proj = RowParallelLinear(shape.inner_size, hidden_size, bias=False, parallel=parallel)
 
     def forward(self, hidden: torch.Tensor, context: ForwardContext) -> torch.Tensor:
@@ -61,7 +54,7 @@ class GatedDeltaNet(nn.Module):
             key.reshape(-1, shape.num_key_heads, shape.key_dim),
             value.reshape(-1, shape.num_heads, shape.value_dim),
             -self.A_log.exp() * F.softplus(step.float() + self.dt_bias),
-            beta.float().sigmoid(),
+            shape.largest_beta * beta.float().sigmoid(),
             state,
             metadata,
         )

@@ -26,7 +26,7 @@ def recurrent_layer(
     cache = config.first_cache(layer) + (mixer == "both")  # after keys and values
     match shape:
         case GatedDeltaShape():
-            return GatedDeltaNet(shape, config.hidden_size, config.rms_norm_eps, cache, parallel, ops)
+            return GatedDeltaNet(shape, config.hidden_size, cache, parallel, ops)
         case ConvShape():
             return ShortConv(shape, config.hidden_size, cache, parallel, ops)
     return Mamba(shape, config.hidden_size, config.rms_norm_eps, cache, parallel, ops)

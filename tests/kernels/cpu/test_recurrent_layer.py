@@ -52,6 +52,7 @@ MAMBA = RecurrentSizes(
 SIZES = {
     "LFM2": CONV,
     "Qwen3-Next": DELTA,
+    "OLMo Hybrid": replace(DELTA, largest_beta=2.0),
     "Granite 4": MAMBA,
     "Falcon-H1, norm before the gate": replace(MAMBA, gates_first=False, step_limits=(0.0, float("inf"))),
     "Falcon-H1, no norm": replace(MAMBA, step_limits=(0.0, float("inf"))),
@@ -190,7 +191,7 @@ def _gated_delta(weights: Weights, projected: torch.Tensor, states: tuple[torch.
         key.unflatten(1, (sizes.num_groups, sizes.state_size)),
         value.unflatten(1, (sizes.num_heads, sizes.head_dim)),
         -weights.decay.exp() * F.softplus(step + weights.step_bias),
-        beta.sigmoid(),
+        sizes.largest_beta * beta.sigmoid(),
         states[1],
         metadata(),
     )

@@ -101,8 +101,10 @@ INLINE void recall(const float *values, int64_t key_dim, const head_input *input
     f32_register sums[REGISTERS] = {0};
     for (int64_t row = 0; row < key_dim; row++, values += COLUMNS)
 #pragma GCC unroll 4
-        for (int i = 0; i < REGISTERS; i++)
-            sums[i] = register_fma(recalling(input, row, decays_rows), register_load(values + i * REGISTER_LANES), sums[i]);
+        for (int i = 0; i < REGISTERS; i++) {
+            f32_register value = register_load(values + i * REGISTER_LANES);
+            sums[i] = register_fma(recalling(input, row, decays_rows), value, sums[i]);
+        }
     memcpy(recalled, sums, sizeof sums);
 }
 
@@ -126,8 +128,8 @@ INLINE void update(float *values, int64_t key_dim, const head_input *input, cons
 }
 
 /* change = beta (value - factor recalled); columns that do not exist have none. */
-static void compute_change(const state_slice *slice, const head_input *input, float factor, const f32_register *recalled,
-                           f32_register *change) {
+static void compute_change(const state_slice *slice, const head_input *input, float factor,
+                           const f32_register *recalled, f32_register *change) {
     float values[COLUMNS] = {0};
     memcpy(values, input->value, (size_t)slice->count * sizeof *values);
     for (int i = 0; i < REGISTERS; i++)

@@ -84,7 +84,7 @@ static void compute_short_conv(const mixer *mixer) {
 /* ln(1 + e^x), as torch computes it. */
 static float softplus(float x) { return x > 20 ? x : log1pf(expf(x)); }
 
-/* Replaces a token's betas by their sigmoids, and its steps by the decays. */
+/* Replaces what betas are computed of by them, and a token's steps by the decays. */
 static void prepare_delta_token(void *args, int64_t token) {
     const mixer *mixer = args;
     const pagoda_recurrent_layer *layer = mixer->layer;
@@ -93,7 +93,8 @@ static void prepare_delta_token(void *args, int64_t token) {
     for (int64_t head = 0; head < num_heads; head++)
         step[head] = layer->decay[head] * softplus(step[head] + layer->step_bias[head]);
     for (int64_t i = 0; i < num_heads; i += LANES)
-        store_some(beta, false, i, 1 / (1 + f32x16_exp(-load_some(beta, false, i, num_heads - i))), num_heads - i);
+        store_some(beta, false, i, layer->largest_beta / (1 + f32x16_exp(-load_some(beta, false, i, num_heads - i))),
+                   num_heads - i);
 }
 
 /* Computes the gated delta rule. */
@@ -107,8 +108,8 @@ static void compute_gated_delta(const mixer *mixer) {
         .sequences = mixer->call->sequences, .output = mixer->call->mixed, .mixed = mixer->call->wide,
         .decay = from_element(mixer, step), .beta = from_element(mixer, step - layer->num_heads),
         .state = mixer->call->state, .stride = mixer->stride, .decay_stride = mixer->stride,
-        .beta_stride = mixer->stride, .num_tokens = mixer->call->rows->num_rows, .num_key_heads = layer->num_groups, .num_heads = layer->num_heads,
-        .key_dim = layer->state_size, .value_dim = layer->head_dim,
+        .beta_stride = mixer->stride, .num_tokens = mixer->call->rows->num_rows, .num_key_heads = layer->num_groups,
+        .num_heads = layer->num_heads, .key_dim = layer->state_size, .value_dim = layer->head_dim,
     };
     pagoda_gated_delta_rule(&rule);
     gate_output(mixer, channels);

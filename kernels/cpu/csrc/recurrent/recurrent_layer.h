@@ -24,6 +24,7 @@ typedef struct {
     int32_t norm_group;  /* elements that are normalized together */
     int32_t gates_first; /* the gate is multiplied before the norm */
     float eps, smallest_step, largest_step;
+    float largest_beta; /* what their sigmoids are multiplied by; gated delta rule only */
 } pagoda_recurrent_layer;
 
 /* A step through one layer. */

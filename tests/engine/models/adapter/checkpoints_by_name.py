@@ -34,6 +34,7 @@ TEXT_CHECKPOINTS = {
     "GraniteMoeForCausalLM": "granite-3.1-1b-a400m-instruct, granite-3.1-3b-a800m-instruct",
     "Olmo2ForCausalLM": "OLMo-2-1124-7B, OLMo-2-0325-32B",
     "Olmo3ForCausalLM": "Olmo-3-7B, Olmo-3-32B",
+    "OlmoHybridForCausalLM": "Olmo-Hybrid-7B",
     "SeedOssForCausalLM": "Seed-OSS-36B-Instruct",
     "Cohere2ForCausalLM": "c4ai-command-r7b-12-2024, c4ai-command-a-03-2025",
     "Ernie4_5_MoeForCausalLM": "ERNIE-4.5-21B-A3B-PT, ERNIE-4.5-300B-A47B-PT",
@@ -75,7 +76,8 @@ def _served(names: str, architecture: str, *, is_part: bool = False) -> str:
     is_own = architecture in ARCHITECTURES
     by = "our own decoder" if is_own else "transformers' modules"
     what = f"its text part as `{architecture}`" if is_part else f"`{architecture}`"
-    ranks = "yes" if is_own or architecture in TENSOR_PARALLEL else "no"
+    divides = is_own and ARCHITECTURES[architecture].qk_norm != "projection"
+    ranks = "yes" if divides or architecture in TENSOR_PARALLEL else "no"
     in_gguf = {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind] for _, kind, _ in GGUF_MODELS.values()}
     formats = "safetensors, GGUF" if architecture in in_gguf else "safetensors"
     return f"| {names} | {what}, by {by} | {formats} | {ranks} |"

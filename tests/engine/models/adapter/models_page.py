@@ -63,8 +63,9 @@ The tiny models below are compared with transformers' `generate` in `tests/engin
 ranks, int8 and every setting of the engine. On a CPU all of them run in the C kernels, soft-caps included, but for
 Gemma 4 26B-A4B, whose experts are beside a dense feed-forward, and Gemma 4 E2B and E4B, whose layers have embeddings of
 their own: they run as torch's operators around attention in C. On several tensor-parallel ranks transformers' modules
-compute OLMo 2 and 3, whose norms of queries and keys are over all heads. Of experts only those that a token is routed
-to are computed, in C on a CPU and in Triton on a GPU; int8 experts need the C kernels.
+compute OLMo 2 and 3, whose norms of queries and keys are over all heads; OLMo Hybrid, whose norms are alike, is refused
+there. Of experts only those that a token is routed to are computed, in C on a CPU and in Triton on a GPU; int8 experts
+need the C kernels.
 
 Of models with latent attention (MLA) the cache keeps one vector for each token, not the keys and values of every head.
 Attention multiplies queries with these vectors ("absorbed") in prompts and answers alike, so that a token's bits do not
@@ -262,7 +263,7 @@ def _own_row(architecture: str, names: list[str]) -> str:
     }
     ranks = "2 and 4" if names[0] in SHARED_BY_RANKS else "by transformers' modules"
     if family.recurrent is not None or family.has_layer_heads or family.has_latents:
-        ranks = "2"
+        ranks = "refused" if family.qk_norm == "projection" else "2"
     return f"| `{architecture}` | {', '.join(names)} | {_listed(features)} | {ranks} |"
 
 

@@ -5,11 +5,13 @@ The keys name the published models whose features they have.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -35,6 +37,9 @@ _GATED_DELTA: dict[str, Any] = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 24,
     "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+}
+_OLMO: dict[str, Any] = {name: value for name, value in _GATED_DELTA.items() if name != "head_dim"} | {
+    "rope_parameters": {"rope_type": None, "rope_theta": None},  # as published
 }
 _QWEN_EXPERTS: dict[str, Any] = {
     "num_experts": 6,
@@ -102,6 +107,13 @@ RECURRENT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next-biases": ("qwen3_next", _GATED_DELTA | {"num_experts": 0, "attention_bias": True}),
     "qwen3.5": ("qwen3_5_text", _GATED_DELTA | {"tie_word_embeddings": True}),
     "qwen3.5-moe": ("qwen3_5_moe_text", _GATED_DELTA | _QWEN_EXPERTS | {"linear_num_key_heads": 8}),
+    "olmo-hybrid": ("olmo_hybrid", _OLMO),
+    "olmo-hybrid-rope": (
+        "olmo_hybrid",
+        _OLMO
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "linear_allow_neg_eigval": False}
+        | {"attention_bias": True, "tie_word_embeddings": True},
+    ),
     "granite-4-h": ("granitemoehybrid", _GRANITE | {"tie_word_embeddings": True}),
     "granite-4-h-moe": (
         "granitemoehybrid",
@@ -132,8 +144,9 @@ RECURRENT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-# transformers' generate computes steps without the limits that a prompt's have.
-GENERATED = [name for name in RECURRENT_FAMILIES if name != "bamba-limits"]
+# transformers' generate computes steps without the limits that a prompt's have; the second needs only its logits.
+_NOT_GENERATED = ("bamba-limits", "olmo-hybrid-rope")
+GENERATED = [name for name in RECURRENT_FAMILIES if name not in _NOT_GENERATED]
 
 
 def few(*names: str) -> list[Any]:
@@ -179,6 +192,37 @@ def build_recurrent_model(name: str, **changes: Any) -> PreTrainedModel:
 
 
 def save_recurrent_model(name: str, path: Path) -> tuple[PreTrainedModel, str]:
-    """Return a model and the directory under ``path`` that it was saved to."""
+    """Return a model and the directory ``path`` that it was saved to."""
     model = build_recurrent_model(name)
-    return model, save_checkpoint(model, path)
+    return model, save_as_published(model, path)
+
+
+# --- what transformers saves in another way than it is published ----------------------------------------------------
+
+
+def save_as_published(model: PreTrainedModel, path: Path) -> str:
+    """Save a model with the names and tensors of published checkpoints, and return the path."""
+    saved = save_checkpoint(model, path)
+    if (as_published := _AS_PUBLISHED.get(model.config.model_type)) is not None:
+        weights = model.state_dict()
+        if model.config.tie_word_embeddings:
+            del weights["lm_head.weight"]
+        save_file(as_published(weights), path / "model.safetensors", {"format": "pt"})
+    return saved
+
+
+def _with_convolutions_apart(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the weights with those of each recurrent layer's convolution split into queries', keys' and values'."""
+    published = dict[str, torch.Tensor]()
+    for name, weight in weights.items():
+        module, conv, kind = name.rpartition("conv1d")
+        if not conv:
+            published[name] = weight
+            continue
+        widths = [len(weights[f"{module}{part}_proj.weight"]) for part in "qkv"]
+        for part, rows in zip("qkv", weight.split(widths), strict=True):
+            published[f"{module}{part}_conv1d{kind}"] = rows.clone()
+    return published
+
+
+_AS_PUBLISHED = {"olmo_hybrid": _with_convolutions_apart}

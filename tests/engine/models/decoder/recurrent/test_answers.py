@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, ModelLoadError
 from engine.sampling_params import SamplingParams
 from tests.engine.models.adapter import greedy_answers
 from tests.engine.models.decoder.recurrent.conftest import Saved
@@ -82,8 +82,8 @@ def test_rejected_drafts_leave_no_trace_in_states(
 
 @pytest.mark.parametrize("name", few("lfm2-moe", "qwen3-next", "qwen3.5", "falcon-h1-norm", "nemotron-3-super"))
 def test_two_ranks_share_a_model(saved: Callable[[str], Saved], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if name == "granite-4-h-moe":
-        pytest.skip("one group of heads is not divided")
+    if name in ("granite-4-h-moe", "olmo-hybrid"):
+        pytest.skip("one group of heads is not divided, nor are norms over all heads")
     monkeypatch.setattr("engine.worker.worker_pool.RemoteRanks", ThreadRanks)
     llm = make_llm(saved(name).path, tensor_parallel_size=2, block_size=4, max_num_batched_tokens=16, num_blocks=64)
     params = SamplingParams(temperature=0.0, max_tokens=greedy_answers.MAX_TOKENS, ignore_eos=True)
@@ -106,6 +106,11 @@ def test_ranks_that_do_not_divide_a_model_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=f"tensor_parallel_size={size} does not {message}"):
         make_llm(saved(name).path, tensor_parallel_size=size)
+
+
+def test_ranks_do_not_share_norms_over_all_heads(saved: Callable[[str], Saved]) -> None:
+    with pytest.raises(ModelLoadError, match="whose norms of queries and keys are over all heads; set it to 1"):
+        make_llm(saved("olmo-hybrid").path, tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize("name", few("qwen3.5", "falcon-h1"))

@@ -100,6 +100,10 @@ PLANTED: dict[str, tuple[str, Change]] = {
     "the gate after the norm": ("granite-4-h", _with_part("recurrent", norm="before_gate")),
     "the gate before the norm": ("falcon-h1-norm", _with_part("recurrent", norm="after_gate")),
     "steps without limits": ("bamba-limits", _with_part("recurrent", step_limits=(0.0, float("inf")))),
+    "betas not doubled": ("olmo-hybrid", _with_part("recurrent", largest_beta=1.0)),
+    "betas doubled": ("olmo-hybrid-rope", _with_part("recurrent", largest_beta=2.0)),
+    "positions where there are none": ("olmo-hybrid-rope", _with_part("rope", tables=(None,) * 4)),
+    "another epsilon of the gated norm": ("olmo-hybrid", _with_part("recurrent", norm_eps=1e-6)),
     "multipliers of projections ignored": ("falcon-h1", _with(weight_scales=WeightScales())),
     "logits not multiplied": ("falcon-h1", _with(logits_divisor=1.0)),
     "residuals not multiplied": ("granite-4-h-moe", _with(residual_multiplier=1.0)),
@@ -137,12 +141,19 @@ def _ignore_gate(decoder: Decoder) -> None:
     attention.qkv_proj.weight.data[: attention.gate_width] = 0.0
 
 
+def _exchange_queries_and_keys(decoder: Decoder) -> None:
+    layer = _recurrent_layer(decoder)
+    queries, keys, values = layer.conv.weight.data.split(layer.shape.conv_sections)
+    layer.conv.weight.data = torch.cat((keys, queries, values))
+
+
 CHANGED: dict[str, tuple[str, Callable[[Decoder], object]]] = {
     "the bias of a convolution": ("mamba2", lambda decoder: _zero(_recurrent_layer(decoder).conv.bias)),
     "the bias of a short convolution": ("lfm2-biases", lambda decoder: _zero(_recurrent_layer(decoder).conv.bias)),
     "the bias of steps": ("qwen3-next", lambda decoder: _zero(_recurrent_layer(decoder).dt_bias)),
     "the decay": ("qwen3.5", lambda decoder: _recurrent_layer(decoder).A_log.data.add_(0.7)),
     "the skip connection": ("nemotron-h", lambda decoder: _zero(_recurrent_layer(decoder).D)),
+    "which convolution is of queries and which of keys": ("olmo-hybrid", _exchange_queries_and_keys),
     "the weights of a gated norm": (
         "qwen3.5",
         lambda decoder: _recurrent_layer(decoder).gated_norm.weight.data.fill_(1),

@@ -34,7 +34,14 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> LogitsRecorder:
         pytest.param("qwen3-next", marks=pytest.mark.long),
         *(
             pytest.param(name, marks=pytest.mark.exhaustive("forty answers of further families in every setting"))
-            for name in ("lfm2-moe", "granite-4-h-moe", "falcon-h1-norm", "nemotron-3-nano", "nemotron-3-super")
+            for name in (
+                "lfm2-moe",
+                "olmo-hybrid",
+                "granite-4-h-moe",
+                "falcon-h1-norm",
+                "nemotron-3-nano",
+                "nemotron-3-super",
+            )
         ),
     ],
 )
