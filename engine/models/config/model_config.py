@@ -28,6 +28,7 @@ from engine.models.config.latent_shape import LatentShape
 from engine.models.config.limits import require_integer
 from engine.models.config.mixers import Mixer, RecurrentShape, layer_types, read_mixers, read_recurrent
 from engine.models.config.rope_config import RopeConfig, check_longrope_length
+from engine.models.config.rounded import rounded
 from engine.models.config.shape import AttentionShape, ModelShape, attends_causally
 from engine.models.config.text_parts import text_config, text_fields
 from engine.models.config.weight_scales import WeightScales
@@ -204,7 +205,7 @@ class ModelConfig(ModelShape):
         """Return what embeddings of ``dtype`` are multiplied by."""
         if not self.family.scales_embedding:
             return self.embedding_multiplier
-        return float(torch.tensor(self.embedding_multiplier, dtype=dtype))  # Gemma was trained with the rounded number
+        return rounded(self.embedding_multiplier, dtype)  # Gemma was trained with the rounded number
 
     def require_divisible(self) -> None:
         """Raise UnsupportedModelError if tensor-parallel ranks cannot share the model, whatever their number."""

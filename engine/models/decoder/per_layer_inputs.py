@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from engine.models.config.model_config import ModelConfig
+from engine.models.config.rounded import rounded
 from engine.models.decoder.norms import RMSNorm
 from engine.models.decoder.parallel_layers import VocabParallelEmbedding
 from engine.models.tensor_parallel import TensorParallel
@@ -38,7 +39,7 @@ class PerLayerInputs(nn.Module):
             embeddings: [num_tokens, hidden_size], the usual ones of these tokens.
         """
         of_ids: torch.Tensor = self.embed_tokens_per_layer(token_ids)
-        of_ids = of_ids * float(torch.tensor(self.width**0.5, dtype=of_ids.dtype))  # rounded as it was in training
+        of_ids = of_ids * rounded(self.width**0.5, of_ids.dtype)  # as it was in training
         projected = (self.per_layer_model_projection(embeddings) * self.projection_scale).view(-1, self.width)
         _, normed = self.ops.add_norm(projected, None, self.per_layer_projection_norm)
         inputs: torch.Tensor = (normed.view_as(of_ids) + of_ids) * 2.0**-0.5

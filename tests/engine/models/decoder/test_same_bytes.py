@@ -19,6 +19,7 @@ from kernels.cpu.library import library
 from kernels.cpu.linear import has_int8
 from tests.engine.checkpoints import build_model, save_checkpoint
 from tests.engine.models.decoder.dense_families import save_dense_model
+from tests.engine.models.decoder.gemma.gemma_families import save_gemma_model
 from tests.engine.models.decoder.recurrent.recurrent_families import save_recurrent_model
 from tests.engine.oracle import Activity, random_tokens, run
 
@@ -191,6 +192,12 @@ def test_families_with_norms_of_outputs_multipliers_and_soft_caps(
 ) -> None:
     _, path = save_dense_model(family, tmp_path)
     check(recorder, path, "bfloat16", ("all at once, three threads", "chunks of 17", "migrated, warm"), 20)
+
+
+@pytest.mark.parametrize("kind", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
+def test_layers_that_differ_in_their_heads(recorder: LogitsRecorder, kind: str, tmp_path: Path) -> None:
+    _, path = save_gemma_model("gemma-4-31b", tmp_path)
+    check(recorder, path, kind, ("all at once, three threads", "chunks of 17", "migrated, warm"), 10)
 
 
 @pytest.mark.parametrize(

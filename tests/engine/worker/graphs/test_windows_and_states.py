@@ -21,6 +21,7 @@ from engine.worker.graphs.static_inputs import MAX_CHANGES, StaticInputs
 from engine.worker.step_graphs import StepGraphs
 from engine.worker.step_plan import ModelInput, RecurrentPlan, WindowPlan
 from tests.engine.checkpoints import build_model, save_checkpoint
+from tests.engine.models.decoder.gemma.gemma_families import save_gemma_model
 from tests.engine.models.decoder.recurrent.recurrent_families import save_recurrent_model
 from tests.engine.worker.graphs.checked_steps import Checks, generate
 from tests.engine.worker.graphs.conftest import OPTIONS
@@ -28,6 +29,7 @@ from tests.engine.worker.graphs.recorded_graphs import RecordingDevice
 
 WINDOWS = "windows"  # of 12 tokens, in the second of two layers
 # A convolution alone, the gated delta rule, Mamba 2 alone, and with attention in the same layer.
+HEADS = "gemma-4-e4b"  # layers of two sizes of heads, of which the last share keys and values
 RECURRENT = ["lfm2", "qwen3.5", "mamba2", "falcon-h1"]
 OF_WINDOWS = {"padding", "changed tables", "block_copies", "changed pages", "page copies"}
 OF_STATES = {"padding", "state_copies"}
@@ -39,6 +41,8 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     directory = tmp_path_factory.mktemp(request.param)
     if request.param == WINDOWS:
         return save_checkpoint(build_model("qwen2", sliding_window=12), directory)
+    if request.param == HEADS:
+        return save_gemma_model(HEADS, directory)[1]
     return save_recurrent_model(request.param, directory)[1]
 
 
@@ -50,7 +54,7 @@ FEW = [WINDOWS, "lfm2"]
 MORE = [pytest.param(name, marks=pytest.mark.long) for name in RECURRENT if name not in FEW]
 
 
-@pytest.mark.parametrize("path", [*FEW, *MORE], indirect=True)
+@pytest.mark.parametrize("path", [*FEW, HEADS, *MORE], indirect=True)
 def test_poisoned_replays(path: str, device: RecordingDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = start(path, max_num_seqs=4)
     checks = Checks(llm, device, monkeypatch)
