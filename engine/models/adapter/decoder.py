@@ -7,7 +7,7 @@ step as one sequence in which every token has its own position. Only the attenti
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from engine.errors import ModelLoadError
-from engine.kv.layer_cache import KeyValue
+from engine.kv.layer_cache import KeyValue, LayerCache, SharedWith
 from engine.models.adapter.attention import AttentionCall, attention_by
 from engine.models.config.shape import AttentionShape
 from engine.models.config.transformers_config import TransformersConfig
@@ -82,7 +82,7 @@ class TransformersDecoder:
 
     def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """Return the last hidden states [num_tokens, hidden_size] of ``token_ids`` at ``positions`` [num_tokens]."""
-        layers = _PagedLayers(context)
+        layers = _PagedLayers(context, self.layer_caches)
         with attention_by(layers):
             hidden = self._hidden_states(token_ids, positions)
         assert layers.num_computed == len(self.layer_caches)
@@ -159,18 +159,20 @@ class _PagedLayers:
 
     checks_masks = False
 
-    def __init__(self, context: ForwardContext) -> None:
-        self._context = context
+    def __init__(self, context: ForwardContext, layer_caches: Sequence[LayerCache]) -> None:
+        self._context, self._layer_caches = context, layer_caches
         self.num_computed = 0
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         context = self._context
         key_cache, value_cache = context.kv_cache.layers[self.num_computed]
+        stores = not isinstance(self._layer_caches[self.num_computed], SharedWith)
         self.num_computed += 1
         dtype = key_cache.dtype  # a module may have computed its keys in float32
         metadata = context.metadata_for(call.sliding_window)
         # All keys of the step are written before any is read: sequences of one step may share a block it fills.
-        store_kvcache(call.key.to(dtype), call.value.to(dtype), key_cache, value_cache, metadata.slot_mapping)
+        if stores:
+            store_kvcache(call.key.to(dtype), call.value.to(dtype), key_cache, value_cache, metadata.slot_mapping)
         inputs = AttentionInputs(
             call.query.to(dtype),
             key_cache,
@@ -220,9 +222,12 @@ class _Probe:
             sliding_windows=frozenset(call.sliding_window for call in self._calls),
         )
 
-    def layer_caches(self) -> tuple[KeyValue, ...]:
-        """Return what each layer caches."""
-        return tuple(
-            KeyValue(call.key.shape[1], call.key.shape[2], call.value.shape[2], call.sliding_window)
-            for call in self._calls
-        )
+    def layer_caches(self) -> tuple[LayerCache, ...]:
+        """Return what each layer caches: nothing, if it attends to the very keys of an earlier one (Gemma 3n)."""
+        first: dict[int, int] = {}
+        caches: list[LayerCache] = []
+        for index, call in enumerate(self._calls):
+            own = KeyValue(call.key.shape[1], call.key.shape[2], call.value.shape[2], call.sliding_window)
+            source = first.setdefault(call.key.data_ptr(), index)
+            caches.append(own if source == index else SharedWith(source))
+        return tuple(caches)

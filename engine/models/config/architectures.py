@@ -40,6 +40,7 @@ PROVEN = frozenset(
         "GPTNeoXForCausalLM",
         "Gemma2ForCausalLM",
         "Gemma3ForCausalLM",
+        "Gemma3nForCausalLM",
         "GemmaForCausalLM",
         "Glm4ForCausalLM",
         "Glm4MoeForCausalLM",
@@ -117,6 +118,7 @@ _ONE_RANK = frozenset(
         "DiffLlamaForCausalLM",
         "GPT2LMHeadModel",
         "GPTBigCodeForCausalLM",
+        "Gemma3nForCausalLM",  # a feed-forward computes with the mean of all its features
         "Glm4ForCausalLM",
         "GlmForCausalLM",
         "GraniteMoeSWAForCausalLM",

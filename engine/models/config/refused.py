@@ -9,7 +9,6 @@ _CONVOLUTIONAL = "its convolutional layers are of a kind that is not computed"
 _TWO_LATENTS = "each of its layers has two latent attentions, and experts that compute nothing"
 _LATENT = "no test has compared its latent attention with transformers"
 _INDEXED = "its sparse attention chooses keys by an index of its own, which the KV cache does not hold"
-_SHARED_KV = "its layers share keys and values, and have streams of hidden states beside one another (AltUp)"
 _CHUNKED = "its chunked attention is not computed by the attention backends"
 _ENCODER = "it is an encoder, or needs one"
 _OWN_ATTENTION = "its modules do not use transformers' attention interface"
@@ -59,7 +58,6 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
     "its tokens are bytes, which an encoder of its own joins to patches": ("BltForCausalLM",),
     "it may give logits for fewer tokens than it reads": ("Apertus1p5TextForCausalLM",),
     "each of its layers runs several times a token, with keys and values of its own each time": ("DoryForCausalLM",),
-    _SHARED_KV: ("Gemma3nForCausalLM",),
     _CHUNKED: ("Llama4ForCausalLM",),
     _ENCODER: (
         "BartForCausalLM",
@@ -171,7 +169,6 @@ REFUSED: dict[str, str] = {name: reason for reason, names in _BY_REASON.items() 
 REFUSED_TEXT_PARTS = {
     "Apertus1p5ForConditionalGeneration": "Apertus1p5TextForCausalLM",
     "Dots3NoteForConditionalGeneration": "Dots3NoteForCausalLM",
-    "Gemma3nForConditionalGeneration": "Gemma3nForCausalLM",
     "HYV4VLForConditionalGeneration": "HYV4ForCausalLM",
     "Inkling2ForConditionalGeneration": "Inkling2ForCausalLM",
     "Inkling2LoopForConditionalGeneration": "Inkling2LoopForCausalLM",

@@ -10,7 +10,7 @@ from engine.models.config.refused import REFUSED, REFUSED_TEXT_PARTS
 from engine.models.config.text_parts import TEXT_ARCHITECTURES
 from tests.engine.models.config.test_refused_checkpoints import PUBLISHED as REFUSED_CHECKPOINTS
 from tests.engine.models.gguf.converted import ARCHITECTURES as GGUF_MODELS
-from tests.engine.models.multimodal.tiny_checkpoints import TINY
+from tests.engine.models.multimodal.tiny_checkpoints import COMPARED_APART, TINY
 
 # Of models of text, by the architecture in their config.json.
 TEXT_CHECKPOINTS = {
@@ -63,6 +63,7 @@ def by_name() -> str:
     """Return the rows, those that are served first."""
     rows = [_served(names, ALIASES.get(name, name)) for name, names in TEXT_CHECKPOINTS.items()]
     rows += [_served(tiny.published, TEXT_ARCHITECTURES[tiny.text_type], is_part=True) for tiny in TINY.values()]
+    rows += [_served(names, TEXT_ARCHITECTURES[part], is_part=True) for names, (_, part) in COMPARED_APART.items()]
     refused: dict[str, list[str]] = {}
     for name, (architecture, _, fields, _) in REFUSED_CHECKPOINTS.items():
         part = TEXT_ARCHITECTURES.get(fields.get("text_config", {}).get("model_type"), architecture)

@@ -28,7 +28,7 @@ from tests.engine.models.decoder.gemma.gemma_families import GEMMA_FAMILIES
 from tests.engine.models.decoder.latent.latent_families import LATENT_FAMILIES, latent_architecture
 from tests.engine.models.decoder.recurrent.recurrent_families import RECURRENT_FAMILIES, recurrent_architecture
 from tests.engine.models.gguf.converted import ARCHITECTURES as GGUF_MODELS
-from tests.engine.models.multimodal.tiny_checkpoints import TINY, TinyMultimodal
+from tests.engine.models.multimodal.tiny_checkpoints import COMPARED_APART, TINY
 from tests.engine.worker.test_tensor_parallel import SHARED_BY_RANKS
 
 PAGE = Path(__file__).parents[4] / "docs" / "models.md"
@@ -227,7 +227,9 @@ def render() -> str:
     for name, part in REFUSED_TEXT_PARTS.items():
         by_part.setdefault(part, []).append(f"`{name}`")
     rows += "".join(f"\n| its text part is `{part}` | {', '.join(names)} |" for part, names in by_part.items())
-    multimodal = "\n".join(map(_multimodal_row, TINY.values()))
+    kinds = [(tiny.published, tiny.architecture, tiny.text_type) for tiny in TINY.values()]
+    kinds += [(names, *types) for names, types in COMPARED_APART.items()]
+    multimodal = "\n".join(_multimodal_row(*kind) for kind in kinds)
     return f"{head}{served}\n{MULTIMODAL_HEAD}{multimodal}\n{REFUSALS.format(rows=rows, **_gguf())}"
 
 
@@ -241,10 +243,10 @@ def _gguf() -> dict[str, str]:
     }
 
 
-def _multimodal_row(tiny: TinyMultimodal) -> str:
-    part = TEXT_ARCHITECTURES[tiny.text_type]
+def _multimodal_row(published: str, architecture: str, text_type: str) -> str:
+    part = TEXT_ARCHITECTURES[text_type]
     default = "our own decoder" if part in ARCHITECTURES else "transformers' modules"
-    return f"| {tiny.published} | `{tiny.architecture}` | `{part}` | {default} |"
+    return f"| {published} | `{architecture}` | `{part}` | {default} |"
 
 
 def _own_row(architecture: str, names: list[str]) -> str:
@@ -282,6 +284,7 @@ def _own_options(name: str) -> dict[str, Any]:
 
 def _row(name: str, tiny: TinyModel) -> str:
     features = {
+        "shared keys and values": "num_kv_shared_layers" in tiny.options,
         "sliding windows": "sliding_window" in tiny.options or name in {architecture for architecture, _ in WINDOWS},
         "soft-caps": "attn_logit_softcapping" in tiny.options,
         "sinks": name in WITH_SINKS,

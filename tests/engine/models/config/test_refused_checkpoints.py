@@ -22,7 +22,7 @@ ODD_FORMAT = {"quantization_config": {"quant_method": "of-its-own"}}
 
 RECURRENT, TWO_HALVES = "its recurrent layers are of a kind", "each of its layers has two latent attentions"
 NOT_COMPARED = "it also takes images or sound, and no test has compared its text part"
-INDEXED, SHARED = "its sparse attention chooses keys by an index", "its layers share keys and values"
+INDEXED = "its sparse attention chooses keys by an index"
 NO_CLASS = "transformers has no class of this name, and code of a checkpoint's own is never run"
 
 
@@ -64,7 +64,6 @@ PUBLISHED: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "LongCat-Flash-Chat": ("LongcatFlashForCausalLM", "longcat_flash", OWN_CODE, TWO_HALVES),
     "Phi-4-multimodal-instruct": ("Phi4MMForCausalLM", "phi4mm", OWN_CODE, NO_CLASS),
     "Step-3.7-Flash": ("Step3p7FlashForCausalLM", "step3p7", FP8, "its layers differ in the number of their att"),
-    "gemma-3n-E4B-it": ("Gemma3nForConditionalGeneration", "gemma3n", {}, part("Gemma3nForCausalLM", SHARED)),
     "whisper-large-v3": ("WhisperForConditionalGeneration", "whisper", {}, "it is an encoder, or needs one"),
 }
 
