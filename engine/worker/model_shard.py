@@ -45,6 +45,7 @@ _TOO_LARGE_FOR_FLOAT16 = {
     "GemmaForCausalLM",
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
+    "Gemma3nForCausalLM",
     "Gemma4ForCausalLM",
     "Gemma4UnifiedForCausalLM",
     "Glm4ForCausalLM",

@@ -1,4 +1,4 @@
-"""Layers of transformers' modules that attend to the keys and values of an earlier layer, as Gemma 3n's last ones do."""
+"""Layers of transformers' modules that attend to the keys and values of an earlier layer, as in Gemma 3n."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text part of Gemma 3n, whose multimodal class cannot be built as it is: its vision tower needs the package timm."""
+"""The text part of Gemma 3n, whose multimodal class is built without towers: the one for images needs timm."""
 
 from __future__ import annotations
 
