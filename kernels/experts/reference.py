@@ -8,7 +8,7 @@ __all__ = ["experts", "route"]
 
 
 def route(logits: torch.Tensor, top_k: int, *, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `kernels.experts.experts.route`; of equal logits the first ones are chosen."""
+    """Compute `kernels.experts.route.route`; of equal logits the first ones are chosen."""
     ids = logits.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
     exponentials = logits.double().exp()
     weights = (exponentials / exponentials.sum(dim=1, keepdim=True)).gather(1, ids).float()

@@ -263,7 +263,7 @@ def group_kernel(
 
 
 def route_triton(logits: torch.Tensor, top_k: int, *, normalize: bool) -> Routes:
-    """Route at least one token as `kernels.experts.experts.route` does; ``logits`` is [num_tokens, num_experts]."""
+    """Route at least one token as `kernels.experts.route.route` does; ``logits`` is [num_tokens, num_experts]."""
     num_tokens, num_experts = logits.shape
     assert logits.stride(1) == 1
     experts_padded = triton.next_power_of_2(num_experts)
