@@ -1,8 +1,9 @@
-"""KeyValue, Latent, State and SharedWith: what a layer of a model caches. Models declare it; pools and sizes follow.
+"""KeyValue, Latent, IndexKey, State and SharedWith: what a layer caches. Models declare it; pools and sizes follow.
 
 A declaration is of one tensor-parallel rank's share of a layer. It knows neither the model nor the dtype, and needs no
 torch. A layer of attention declares a KeyValue or a Latent, a recurrent one a State; one with both declares two. An
-attention layer that reads the keys and values of an earlier layer declares a SharedWith.
+attention layer that reads the keys and values of an earlier layer declares a SharedWith. One that chooses the tokens it
+attends to declares an IndexKey after its Latent.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 __all__ = [
+    "IndexKey",
     "KeyValue",
     "Latent",
     "LayerCache",
@@ -82,6 +84,34 @@ class Latent:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexKey:
+    """One key for each token, by which queries choose the tokens that they attend to (DeepSeek-V3.2, 2025).
+
+    Every tensor-parallel rank keeps the same keys.
+
+    Attributes:
+        dim: numbers of the key.
+    """
+
+    dim: int
+
+    @property
+    def window(self) -> None:
+        """None: all tokens are kept."""
+        return None
+
+    @property
+    def token_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shape of a token's key."""
+        return ((self.dim,),)
+
+    @property
+    def elements_per_token(self) -> int:
+        """Numbers that one token takes."""
+        return self.dim
+
+
+@dataclass(frozen=True, slots=True)
 class State:
     """What a recurrence or a convolution remembers of a sequence's tokens so far: of each sequence, not of each token.
 
@@ -110,7 +140,7 @@ class SharedWith:
     index: int
 
 
-TokenCache = KeyValue | Latent  # kept for each token, in pages
+TokenCache = KeyValue | Latent | IndexKey  # kept for each token, in pages
 LayerCache = TokenCache | State | SharedWith
 
 

@@ -26,7 +26,8 @@ class AttentionInputs:
 
     Some options need a backend whose line in registry.py names them. A soft-cap C replaces each score s by
     C * tanh(s / C) (Gemma 2). A sink is one more score of each query of a head, without a value (GPT-OSS). With latents
-    there is one KV head, and a value is the beginning of its key: the same memory, which is to be read once.
+    there is one KV head, and a value is the beginning of its key: the same memory, which is to be read once. With
+    `topk_slots` a query sees only the keys in these slots, which are at positions up to its own; see indexer.py.
     """
 
     query: torch.Tensor  # [num_tokens, num_heads, head_dim], packed: see AttentionMetadata
@@ -37,6 +38,7 @@ class AttentionInputs:
     sliding_window: int | None = None  # tokens; None: no window
     softcap: float | None = None
     sinks: torch.Tensor | None = None  # float32 [num_heads]
+    topk_slots: torch.Tensor | None = None  # int32 [num_tokens, at most top_k], by position, then -1; of latents
 
     @property
     def block_size(self) -> int:

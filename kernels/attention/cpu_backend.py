@@ -9,6 +9,7 @@ import torch
 from kernels.attention import c_kernel
 from kernels.attention.base import AttentionBackend, AttentionInputs
 from kernels.attention.sdpa import SdpaAttention
+from kernels.attention.sparse import sparse_attention
 
 __all__ = ["CpuBackend"]
 
@@ -32,6 +33,8 @@ class CpuBackend(AttentionBackend):
             raise ValueError(f"block_size={block_size} holds no token; the cpu attention backend needs 1 or more")
 
     def forward(self, inputs: AttentionInputs) -> torch.Tensor:
+        if inputs.topk_slots is not None:
+            return sparse_attention(inputs)
         can_be_c = self._use_c_kernel and inputs.sinks is None and not inputs.has_latents
         if can_be_c and c_kernel.is_supported(inputs.key_cache.dtype, inputs.head_dim):
             return c_kernel.paged_attention(inputs)

@@ -28,6 +28,8 @@ def attention(inputs: AttentionInputs) -> torch.Tensor:
         visible = distance >= 0
         if inputs.sliding_window is not None:
             visible &= distance < inputs.sliding_window
+        if inputs.topk_slots is not None:
+            visible &= (rows[None, :, None] == inputs.topk_slots[start:end, None, :]).any(dim=-1)
         keys, values = inputs.key_cache.flatten(0, 1)[rows], inputs.value_cache.flatten(0, 1)[rows]
         output[start:end] = _attend(inputs, inputs.query[start:end], keys, values, visible).to(output.dtype)
     return output

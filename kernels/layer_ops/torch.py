@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from kernels.cache.store_kvcache import store_kvcache
 from kernels.layer_ops.base import Activation, Addend, LatentCache, LayerCache, LayerOps, Norm, Rotation
 
-__all__ = ["TorchOps"]
+__all__ = ["TorchOps", "rotate_heads"]
 
 _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -62,8 +62,8 @@ class TorchOps(LayerOps):
         cache: LatentCache,
     ) -> None:
         rank = norm.weight.shape[0]
-        query[..., rank:] = _rotated(rotated, rotation)
-        keys = _rotated(latent[:, None, rank:], rotation)[:, 0]
+        query[..., rank:] = rotate_heads(rotated, rotation)
+        keys = rotate_heads(latent[:, None, rank:], rotation)[:, 0]
         entries = torch.cat((_normed(latent[:, :rank], norm), keys), dim=1)
         store_kvcache(entries.unsqueeze(1), None, cache.latents.unsqueeze(2), None, cache.slot_mapping)
 
@@ -89,10 +89,10 @@ def _heads(x: torch.Tensor, norm: Norm | None, rotation: Rotation | None, head_d
     x = x.view(x.shape[0], x.shape[1] // head_dim, head_dim)
     if norms_each_head:
         x = _normed(x, norm)
-    return x if rotation is None else _rotated(x, rotation)
+    return x if rotation is None else rotate_heads(x, rotation)
 
 
-def _rotated(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+def rotate_heads(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """Rotate the heads of ``x`` [num_tokens, num_heads, head_dim]."""
     cos, sin = rotation.cos_and_sin
     first, second = x.chunk(2, dim=-1)

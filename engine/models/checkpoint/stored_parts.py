@@ -23,7 +23,8 @@ __all__ = ["EMBEDDING", "HEAD", "Part", "stored_parts", "stored_with_prefix", "u
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _LATENT = "qkv_a_proj"  # of latent attention
-_ROTATED = ("q_proj", "k_proj", "q_norm", "k_norm", "q_b_proj", "kv_a_proj_with_mqa")
+_OF_INDEX = ("wq_b", "wk", "k_norm")  # of the indexer of latent attention
+_ROTATED = ("q_proj", "k_proj", "q_norm", "k_norm", "q_b_proj", "kv_a_proj_with_mqa", "wq_b", "wk")
 _KEYS_AND_VALUES = ("k_proj", "v_proj", "k_norm", "v_norm")
 _BY_HEAD = ("A_log", "dt_bias", "D")  # of recurrent layers
 
@@ -134,6 +135,8 @@ def _plain_part(name: str, checkpoint: Checkpoint, config: ModelConfig, rank: in
 def _element_order(module: str, config: ModelConfig, layer: int) -> list[int] | None:
     """Return the stored index of each element of a head as the decoder has it; None: the order is the same."""
     latent = config.latent
+    if latent is not None and module in _OF_INDEX:
+        return None if latent.index is None else latent.index.element_order(latent.rope_dim)
     order = config.rope.element_order(config.kv_heads(layer).dim if latent is None else latent.rope_dim)
     if latent is None or order is None:
         return order

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 _DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # old checkpoints store what the config implies
 # Small ones, which are as exact as the files have them.
-_FLOAT32 = ("A_log", "dt_bias", "D", "expert_bias", "expert_scale")
+_FLOAT32 = (".A_log", ".dt_bias", ".D", ".expert_bias", ".expert_scale", ".indexer.weights_proj.weight")
 _COMPARED_ROWS = 1024  # at once, so that a comparison takes little memory
 
 
@@ -142,7 +142,7 @@ def _parameter(
 ) -> _Parameter:
     parts = stored_parts(name, checkpoint, config, parallel.rank, parallel.size)
     is_router = config.experts is not None and config.experts.float32_router and name.endswith(".mlp.gate.weight")
-    is_float32 = is_router or name.rpartition(".")[2] in _FLOAT32
+    is_float32 = is_router or name.endswith(_FLOAT32)
     is_tied_head = name == HEAD and config.tie_word_embeddings
     return _Parameter(name, shape, torch.float32 if is_float32 else dtype, parts, is_tied_head)
 

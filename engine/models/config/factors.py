@@ -53,5 +53,6 @@ def attention_options(config: Any, family: Family, head_dims: list[int]) -> froz
         "softcap": family.caps_attention and config.attn_logit_softcapping is not None,
         "large_heads": max(head_dims) > LARGEST_HEAD_DIM,
         "latent": family.has_latents,
+        "sparse": family.index_rotation is not None,
     }
     return frozenset(name for name, is_needed in needed.items() if is_needed)

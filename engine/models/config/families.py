@@ -24,7 +24,16 @@ from engine.models.config.stored_names import (
     QWEN_GATED_DELTA,
 )
 
-__all__ = ["ARCHITECTURES", "ExpertsFormat", "Family", "HasRope", "NormPlacement", "QKNorm", "RecurrentKind"]
+__all__ = [
+    "ARCHITECTURES",
+    "ExpertsFormat",
+    "Family",
+    "HasRope",
+    "IndexRotation",
+    "NormPlacement",
+    "QKNorm",
+    "RecurrentKind",
+]
 
 NormPlacement = Literal["before", "after", "around"]  # of attention and feed-forward
 QKNorm = Literal["none", "head", "projection"]  # of queries and keys: none, over each head, over all heads together
@@ -35,6 +44,7 @@ ExpertsFormat = Literal[
 ]
 # optional: if the config's position_embedding_type says so; with_theta: if its RoPE parameters have a base
 HasRope = Literal["always", "optional", "with_theta", "never"]
+IndexRotation = Literal["halves", "neighbours"]  # elements of an index key that RoPE rotates together
 
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _ATTENTION = ("full_attention", "sliding_attention")
@@ -78,6 +88,7 @@ class Family:
         recurrent: what recurrent layers are; None: there are none.
         has_single_halves: a layer either mixes tokens or has a feed-forward, as its type says.
         has_latents: attention is latent: the cache keeps a vector for all heads.
+        index_rotation: latent attention reads tokens that an indexer chooses, whose keys are rotated so; None: all.
         grows_queries: queries have a factor that grows with their position, if the RoPE parameters name one.
         has_mtp_layers: layers that predict further tokens may be stored after the last one; they are not needed.
         gates_attention: attention's output is multiplied by the sigmoid of a gate, stored with each head's query.
@@ -118,6 +129,7 @@ class Family:
     recurrent: RecurrentKind | None = None
     has_single_halves: bool = False
     has_latents: bool = False
+    index_rotation: IndexRotation | None = None
     grows_queries: bool = False
     has_mtp_layers: bool = False
     gates_attention: bool = False
@@ -154,6 +166,9 @@ _DEEPSEEK = Family(
     experts="deepseek_v3",
     has_latents=True,
     has_mtp_layers=True,
+)
+_DEEPSEEK_SPARSE = replace(
+    _DEEPSEEK, rotates_neighbours=True, layer_types=("indexed_attention",), index_rotation="halves"
 )
 
 _GEMMA4 = Family(
@@ -253,6 +268,8 @@ ARCHITECTURES = {
     "Gemma4UnifiedForCausalLM": replace(_GEMMA4, experts=None),
     "DeepseekV2ForCausalLM": replace(_DEEPSEEK, rotates_neighbours=True, experts="deepseek_v2", has_mtp_layers=False),
     "DeepseekV3ForCausalLM": _DEEPSEEK,
+    "DeepseekV32ForCausalLM": _DEEPSEEK_SPARSE,
+    "GlmMoeDsaForCausalLM": replace(_DEEPSEEK_SPARSE, index_rotation="neighbours"),
     "Glm4MoeLiteForCausalLM": _DEEPSEEK,
     "Mistral4ForCausalLM": replace(_DEEPSEEK, experts="mistral4", grows_queries=True, has_mtp_layers=False),
     "YoutuForCausalLM": replace(_DEEPSEEK, experts=None, has_mtp_layers=False),

@@ -8,7 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from engine.errors import UnsupportedModelError
-from engine.kv.layer_cache import Latent
+from engine.kv.layer_cache import Latent, LayerCache
+from engine.models.config.families import Family
+from engine.models.config.index_shape import IndexShape
 from engine.models.config.limits import require_integer, require_number
 
 __all__ = ["LatentShape", "QueryGrowth"]
@@ -39,6 +41,7 @@ class LatentShape:
         value_dim: elements of a head's values.
         norm_eps: of the norms of both latents.
         query_growth: None: queries have no factor.
+        index: chooses the tokens that a query attends to; None: it attends to all.
     """
 
     query_rank: int | None
@@ -48,6 +51,7 @@ class LatentShape:
     value_dim: int
     norm_eps: float = _NORM_EPS
     query_growth: QueryGrowth | None = None
+    index: IndexShape | None = None
 
     @property
     def head_dim(self) -> int:
@@ -56,19 +60,28 @@ class LatentShape:
 
     @property
     def cache(self) -> Latent:
-        """What a layer caches."""
+        """What a layer caches of a token's keys and values."""
         return Latent(self.rank, self.rope_dim)
 
+    def has_indexer(self, layer: int) -> bool:
+        """Return whether a layer chooses tokens itself."""
+        return self.index is not None and layer in self.index.layers
+
+    def caches_of(self, layer: int) -> list[LayerCache]:
+        """Return what a layer caches: latents, and index keys if it has an indexer."""
+        own: list[LayerCache] = [self.cache]
+        return own if self.index is None or layer not in self.index.layers else [*own, self.index.cache]
+
     @classmethod
-    def from_hf(cls, config: Any, *, grows_queries: bool) -> LatentShape:
+    def from_hf(cls, config: Any, family: Family) -> LatentShape:
         """Read a transformers config.
 
         Args:
             config: of transformers.
-            grows_queries: whether queries have a factor if the parameters of RoPE name one.
+            family: the model's.
 
         Raises:
-            ModelLoadError: if a size is not a positive integer.
+            ModelLoadError: if a size is not a positive integer, or for an indexer that no model has.
             UnsupportedModelError: if some of the projections from the layer's input have biases.
         """
         query_rank = None if config.q_lora_rank is None else require_integer(config, "q_lora_rank")
@@ -82,7 +95,8 @@ class LatentShape:
             nope_dim=require_integer(config, "qk_nope_head_dim"),
             rope_dim=require_integer(config, "qk_rope_head_dim"),
             value_dim=require_integer(config, "v_head_dim"),
-            query_growth=_query_growth(config) if grows_queries else None,
+            query_growth=_query_growth(config) if family.grows_queries else None,
+            index=None if family.index_rotation is None else IndexShape.from_hf(config, family.index_rotation),
         )
 
     def attention_scale(self, config: Any) -> float:

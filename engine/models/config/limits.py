@@ -54,6 +54,9 @@ _LARGEST = {  # several times those of the largest models
     "qk_nope_head_dim": 8192,
     "qk_rope_head_dim": 8192,
     "v_head_dim": 8192,
+    "index_n_heads": 4096,
+    "index_head_dim": 8192,
+    "index_topk": 2**30,
     # Of recurrent layers.
     "linear_num_value_heads": 4096,
     "linear_num_key_heads": 4096,

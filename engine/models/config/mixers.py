@@ -18,6 +18,7 @@ RecurrentShape = GatedDeltaShape | MambaShape | ConvShape
 _MIXERS: dict[str, Mixer] = {
     "full_attention": "attention",
     "sliding_attention": "attention",
+    "indexed_attention": "attention",
     "linear_attention": "recurrent",
     "conv": "recurrent",
     "hybrid": "both",

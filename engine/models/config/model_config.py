@@ -188,7 +188,7 @@ class ModelConfig(ModelShape):
             heads, source = self.kv_heads(layer), self.layer_heads.shared.get(layer)
             own = KeyValue(heads.count, heads.dim, heads.dim, self.sliding_windows[layer])
             if self.latent is not None:
-                caches.append(self.latent.cache)
+                caches += self.latent.caches_of(layer)
             else:
                 caches.append(own if source is None else SharedWith(self.first_cache(source)))
         if mixer in ("recurrent", "both"):
@@ -254,7 +254,7 @@ class ModelConfig(ModelShape):
             )
         attention_bias = bool(getattr(config, "attention_bias", False))
         mixers = read_mixers(config, family)
-        latent = LatentShape.from_hf(config, grows_queries=family.grows_queries) if family.has_latents else None
+        latent = LatentShape.from_hf(config, family) if family.has_latents else None
         has_attention = bool(set(mixers) & {"attention", "both"})
         num_heads, num_kv_heads, head_dim = (0, 0, 0)
         if has_attention:

@@ -43,10 +43,8 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
     _TWO_LATENTS: ("LongcatFlashForCausalLM",),
     _INDEXED: (
         "AXK2ForCausalLM",
-        "DeepseekV32ForCausalLM",
         "DeepseekV4ForCausalLM",
         "Dots3NoteForCausalLM",
-        "GlmMoeDsaForCausalLM",
         "HYV4ForCausalLM",
         "MiniMaxM3ForCausalLM",
         "MiniMaxM3SparseForCausalLM",

@@ -5,12 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
+
 from engine.kv.kv_cache import KVCache
 from kernels.attention.base import AttentionBackend
 from kernels.attention_metadata import AttentionMetadata
 from kernels.recurrent_metadata import RecurrentMetadata
 
-__all__ = ["ForwardContext"]
+__all__ = ["ForwardContext", "SparseChoice"]
+
+
+@dataclass
+class SparseChoice:
+    """The tokens that sparse attention reads; layers with an indexer write it, the layers after them read it.
+
+    Attributes:
+        topk_slots: of the last such layer, as ``AttentionInputs`` has them.
+    """
+
+    topk_slots: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -21,6 +34,7 @@ class ForwardContext:
         kv_cache: whose ``layers`` are the caches that the model declares, in that order.
         windows: as ``metadata``, of the pages of each sliding window that has pages of its own.
         recurrent: the step's batch for layers with states; None if the model has none.
+        choice: of layers with sparse attention.
     """
 
     backend: AttentionBackend
@@ -28,6 +42,7 @@ class ForwardContext:
     kv_cache: KVCache
     windows: Mapping[int, AttentionMetadata] = field(default_factory=dict)
     recurrent: RecurrentMetadata | None = None
+    choice: SparseChoice = field(default_factory=SparseChoice)
 
     def metadata_for(self, window: int | None) -> AttentionMetadata:
         """Return the step's metadata for layers with this window, whose pages may be those of all layers."""

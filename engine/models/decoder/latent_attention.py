@@ -8,6 +8,7 @@ from torch import nn
 from engine.models.config.latent_shape import LatentShape, QueryGrowth
 from engine.models.config.model_config import ModelConfig
 from engine.models.decoder.forward_context import ForwardContext
+from engine.models.decoder.indexer import Indexer
 from engine.models.decoder.parallel_layers import RowParallelLinear
 from engine.models.tensor_parallel import TensorParallel
 from kernels.attention.base import AttentionInputs
@@ -79,6 +80,7 @@ class LatentAttention(nn.Module):
         has_rank = shape.query_rank is not None
         self.q_a_layernorm = LatentNorm(self.query_width, shape.norm_eps) if has_rank else None
         self.q_b_proj = nn.Linear(self.query_width, all_queries, bias=False) if has_rank else None
+        self.indexer = Indexer(config, layer) if shape.has_indexer(layer) else None
         self.kv_a_layernorm = LatentNorm(shape.rank, shape.norm_eps)
         self.kv_b_proj = HeadMatrices(config.num_heads, shape)
         self.o_proj = RowParallelLinear(
@@ -92,7 +94,10 @@ class LatentAttention(nn.Module):
         metadata = context.metadata
         query, latent = self.qkv_a_proj(hidden).split((self.query_width, latents.shape[2]), dim=1)
         if self.q_b_proj is not None:
-            query = self.q_b_proj(self.ops.add_norm(query, None, self.q_a_layernorm)[1])
+            query = self.ops.add_norm(query, None, self.q_a_layernorm)[1]
+            if self.indexer is not None:
+                context.choice.topk_slots = self.indexer(hidden, query, rotation, context)
+            query = self.q_b_proj(query)
         by_head = query.unflatten(1, (self.num_heads, -1))
         if self.shape.query_growth is not None:
             by_head = by_head * _growth(self.shape.query_growth, rotation.positions).to(by_head.dtype)
@@ -104,7 +109,8 @@ class LatentAttention(nn.Module):
             query, by_head[..., self.shape.nope_dim :], latent, self.kv_a_layernorm, rotation, cache
         )
         keys = latents.unsqueeze(2)  # one KV head
-        inputs = AttentionInputs(query, keys, keys[..., : self.shape.rank], metadata, self.scale)
+        topk_slots = None if self.shape.index is None else context.choice.topk_slots
+        inputs = AttentionInputs(query, keys, keys[..., : self.shape.rank], metadata, self.scale, topk_slots=topk_slots)
         attended = self.kv_b_proj.to_values(context.backend.forward(inputs))
         output: torch.Tensor = self.o_proj(attended.flatten(1))
         return output

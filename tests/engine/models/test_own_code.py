@@ -98,7 +98,7 @@ def test_code_that_is_needed_is_refused(tmp_path: Path, architectures: Any) -> N
 @pytest.mark.parametrize(
     ("architecture", "reason"),
     [
-        ("DeepseekV32ForCausalLM", "its sparse attention"),
+        ("DeepseekV4ForCausalLM", "its sparse attention"),
         ("JambaForCausalLM", "its recurrent layers"),
         ("KimiK3ForConditionalGeneration", "its text part, KimiLinearForCausalLM, is not: its recurrent layers"),
     ],

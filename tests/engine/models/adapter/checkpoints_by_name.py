@@ -48,6 +48,8 @@ TEXT_CHECKPOINTS = {
     "GraniteMoeHybridForCausalLM": "granite-4.0-h-small, granite-4.0-h-tiny, granite-4.0-h-micro, granite-4.0-micro",
     "DeepseekV2ForCausalLM": "DeepSeek-V2, DeepSeek-V2-Lite, DeepSeek-Coder-V2-Lite-Instruct",
     "DeepseekV3ForCausalLM": "DeepSeek-V3, DeepSeek-R1, DeepSeek-V3.1, Kimi-K2-Instruct, Kimi-K2-Thinking",
+    "DeepseekV32ForCausalLM": "DeepSeek-V3.2, DeepSeek-V3.2-Exp, DeepSeek-V3.2-Speciale",
+    "GlmMoeDsaForCausalLM": "GLM-5, GLM-5.1, GLM-5.2",
     "Glm4MoeLiteForCausalLM": "GLM-4.7-Flash",
     "MiniCPM3ForCausalLM": "MiniCPM3-4B",
     "YoutuForCausalLM": "Youtu-LLM-2B",

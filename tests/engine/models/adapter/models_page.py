@@ -73,6 +73,13 @@ depend on how its prompt was cut. Logits, tokens, beams, swapped requests and ra
 (`tests/engine/models/decoder/latent/`). Ranks divide the heads; each keeps the vectors of all tokens. These
 models run on a CPU only, as torch's operators; int8 and bit-identical answers in any batch are for the other families.
 
+Of models with sparse latent attention (DSA: DeepSeek V3.2, GLM-5) a layer's indexer scores the tokens of the context,
+and attention reads the `index_topk` best ones; of equal scores those of earlier tokens. The indexer's keys are one more
+vector for each token in the blocks of the cache; in GLM-5.2 only the layers that `indexer_types` calls full have one,
+and the others read what the last such layer chose. The choice is computed in float32, as transformers computes it, and
+each rank has the whole indexer. The Hadamard rotation and the FP8 of published kernels, which round scores, are not
+computed. On a CPU each token is computed by itself: exact, and slow for long prompts.
+
 Of models with recurrent layers the logits of every token are compared with those of transformers, within 1e-5 of the
 largest, in packed steps of chunks and decodes, and tokens and beams with those of `generate`, with preempted requests
 and prompts that resume at snapshots (`tests/engine/models/decoder/recurrent/`). Their states are float32. Ranks share
@@ -256,7 +263,8 @@ def _own_row(architecture: str, names: list[str]) -> str:
     recurrent = {"gated_delta": "gated delta nets", "mamba": "Mamba 2 layers", "conv": "short convolutions"}
     features = {
         recurrent.get(family.recurrent or "", ""): family.recurrent is not None,
-        "latent attention": family.has_latents,
+        "latent attention": family.has_latents and family.index_rotation is None,
+        "sparse latent attention": family.index_rotation is not None,
         "full attention": family.recurrent is not None and family.layer_types != ("linear_attention",),
         "sliding windows": any(windows),
         "soft-caps": family.caps_attention,

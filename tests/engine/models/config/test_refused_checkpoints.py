@@ -32,10 +32,8 @@ def part(name: str, reason: str) -> str:
 
 # The fields that decide, of published checkpoints: architecture, model_type and others.
 PUBLISHED: dict[str, tuple[str, str, dict[str, Any], str]] = {
-    "DeepSeek-V3.2": ("DeepseekV32ForCausalLM", "deepseek_v32", FP8, INDEXED),
     "DeepSeek-V4-Flash": ("DeepseekV4ForCausalLM", "deepseek_v4", FP8, INDEXED),
     "DeepSeek-V4-Flash-FP8": ("DeepseekV4ForCausalLM", "deepseek_ref", FP8, INDEXED),
-    "GLM-5.1": ("GlmMoeDsaForCausalLM", "glm_moe_dsa", ODD_FORMAT, INDEXED),
     "InternVL3-8B": (
         "InternVLChatModel",
         "internvl_chat",

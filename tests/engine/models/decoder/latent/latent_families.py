@@ -58,6 +58,8 @@ _LONGROPE: dict[str, Any] = {
     "original_max_position_embeddings": 1024,
 }
 
+_INDEX: dict[str, Any] = {"index_n_heads": 8, "index_head_dim": 24, "index_topk": 8}
+
 LATENT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v2": (
         "deepseek_v2",
@@ -73,6 +75,15 @@ LATENT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         _V3 | {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "attention_bias": True, "rms_norm_eps": 1e-5},
     ),
     "glm-4.7-flash": ("glm4_moe_lite", _EXPERTS | {"n_shared_experts": 1, "v_head_dim": 36, "rms_norm_eps": 1e-5}),
+    "deepseek-v3.2": ("deepseek_v32", _V3 | _INDEX | {"rope_parameters": _YARN}),
+    "glm-5": ("glm_moe_dsa", _EXPERTS | _INDEX | {"n_shared_experts": 1, "first_k_dense_replace": 1, "index_topk": 6}),
+    "glm-5.2": (
+        "glm_moe_dsa",
+        _EXPERTS
+        | _INDEX
+        | {"n_shared_experts": 1, "v_head_dim": 36, "rms_norm_eps": 1e-5}
+        | {"mlp_layer_types": ["dense", "sparse", "sparse"], "indexer_types": ["full", "shared", "full"]},
+    ),
     "minicpm3": (
         "minicpm3",
         {"scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 32, "tie_word_embeddings": True}

@@ -17,7 +17,7 @@ from tests.engine.models.test_speculative_generation import SPECULATION, DraftCo
 from tests.engine.oracle import Activity, answers, eos_ids, make_llm, oracle_beams, random_tokens, run
 from tests.engine.worker.test_tensor_parallel import ThreadRanks
 
-FEW = ("deepseek-v2", "deepseek-v3", "minicpm3")
+FEW = ("deepseek-v2", "deepseek-v3", "deepseek-v3.2", "glm-5.2", "minicpm3")
 MOST = [name if name in FEW else pytest.param(name, marks=pytest.mark.long) for name in LATENT_FAMILIES]
 
 
@@ -34,6 +34,7 @@ def test_greedy_tokens_equal_transformers(saved: Callable[[str], Saved], name: s
     "name",
     [
         pytest.param("deepseek-v3", marks=pytest.mark.long),
+        pytest.param("glm-5.2", marks=pytest.mark.long),
         pytest.param("mistral-4", marks=pytest.mark.exhaustive("24 settings; CI runs those of DeepSeek V3")),
     ],
 )
@@ -44,21 +45,23 @@ def test_greedy_tokens_in_every_setting(saved: Callable[[str], Saved], name: str
         greedy_answers.check(saved(name).path, setting, expected, model_impl="auto")
 
 
-def test_latents_that_were_swapped_are_read_again(saved: Callable[[str], Saved]) -> None:
-    expected = greedy_answers.oracle(saved("deepseek-v3").model, greedy_answers.make_prompts())
-    activity = greedy_answers.check(saved("deepseek-v3").path, (4, 7, True, 0.001), expected, model_impl="auto")
+@pytest.mark.parametrize("name", ["deepseek-v3", "glm-5.2"])
+def test_latents_that_were_swapped_are_read_again(saved: Callable[[str], Saved], name: str) -> None:
+    expected = greedy_answers.oracle(saved(name).model, greedy_answers.make_prompts())
+    activity = greedy_answers.check(saved(name).path, (4, 7, True, 0.001), expected, model_impl="auto")
     assert activity.num_swapped_out
 
 
-def test_drafts_change_no_token(saved: Callable[[str], Saved], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["deepseek-v3", "glm-5.2"])
+def test_drafts_change_no_token(saved: Callable[[str], Saved], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of prompts that repeat themselves, in steps of 40 tokens."""
     drafts = DraftCounter(monkeypatch)
-    model = saved("deepseek-v3").model
+    model = saved(name).model
     prompts = [[7, 8, 9, 10] * 6, [5] * 24, list(range(40, 52)) * 2, random_tokens(random.Random(2), 24)]
     ids = torch.tensor(prompts)
     with eos_ids(model, []):
         expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
-    llm = make_llm(saved("deepseek-v3").path, block_size=4, max_num_batched_tokens=40, speculative_config=SPECULATION)
+    llm = make_llm(saved(name).path, block_size=4, max_num_batched_tokens=40, speculative_config=SPECULATION)
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     assert answers(run(llm, prompts, params)) == [[row[24:].tolist()] for row in expected]
     assert drafts.num_drafted > 0
@@ -81,7 +84,7 @@ def test_ranks_that_do_not_divide_the_heads_are_refused(saved: Callable[[str], S
         make_llm(saved("deepseek-v3").path, tensor_parallel_size=3)
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3", pytest.param("glm-4.7-flash", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["deepseek-v3", "glm-5.2", pytest.param("glm-4.7-flash", marks=pytest.mark.long)])
 def test_beams_equal_transformers(saved: Callable[[str], Saved], name: str) -> None:
     """Forks copy the block that they share in part."""
     llm = make_llm(saved(name).path, block_size=4, max_num_batched_tokens=16)

@@ -17,7 +17,7 @@ from tests.engine.models.decoder.latent.latent_families import build_latent_mode
 from tests.engine.models.decoder.recurrent.test_formats import FORMATS as OTHER_FORMATS
 from tests.engine.models.decoder.recurrent.test_formats import parameters
 
-_CHOSEN = re.compile(r"layers\..*_proj(_with_mqa)?\.weight$")
+_CHOSEN = re.compile(r"layers\..*((?<!weights)_proj(_with_mqa)?|wq_b|wk)\.weight$")
 _BLOCK = (32, 48)
 
 
@@ -29,8 +29,9 @@ def fp8_in_partial_blocks(_: str, weight: torch.Tensor) -> Encoded:
 
 
 FORMATS = OTHER_FORMATS | {"fp8 in partial blocks": (fp8_in_partial_blocks, of_fp8.fp8(weight_block_size=list(_BLOCK)))}
-CASES = [(name, form) for name in ("deepseek-v3", "deepseek-v2-lite", "glm-4.7-flash") for form in FORMATS]
+CASES = [(name, form) for name in ("deepseek-v3", "deepseek-v2-lite", "glm-4.7-flash", "glm-5.2") for form in FORMATS]
 FEW = {("deepseek-v3", "fp8 in partial blocks"), ("deepseek-v3", "nvfp4"), ("deepseek-v2-lite", "int4 in groups")}
+FEW |= {("glm-5.2", "fp8 in partial blocks"), ("glm-5.2", "nvfp4")}
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,8 @@ def test_parameters_are_those_of_the_dequantised_checkpoint(name: str, form: str
     )
     chosen = {weight.rpartition(".self_attn.")[2] for weight in quantised.values}
     assert {"kv_a_proj_with_mqa.weight", "kv_b_proj.weight", "o_proj.weight"} <= chosen
+    assert ({"indexer.wq_b.weight", "indexer.wk.weight"} <= chosen) == (name == "glm-5.2")
+    assert "indexer.weights_proj.weight" not in chosen
     for rank, size in ((0, 1), (0, 2), (1, 2)):
         expected = parameters(tmp_path / "plain", rank, size)
         computed = parameters(quantised.path, rank, size)
