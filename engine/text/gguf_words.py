@@ -19,11 +19,17 @@ _GPT4O = rf"{_CASED[0]}{_ENDINGS}?|{_CASED[1]}{_ENDINGS}?|\p{{N}}{{1,3}}|{_REST_
 _TEKKEN = rf"{_CASED[0]}|{_CASED[1]}|\p{{N}}|{_REST_WITH_SLASH}"
 _DIGIT = r"\p{N}"
 
-_LIKE_LLAMA3 = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral")
+_WORD = r"[\p{L}\p{M}]"
+_QWEN35 = (
+    rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?{_WORD}+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+_LIKE_LLAMA3 = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "lfm2", "pixtral")
 
 WORDS: dict[str | None, tuple[str, ...]] = {  # applied one after another
     **dict.fromkeys((*_LIKE_LLAMA3, "dbrx", "smaug-bpe"), (_LLAMA3,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez"), (_QWEN2,)),
+    "qwen35": (_QWEN35,),
     **dict.fromkeys(("gpt-4o", "llama4"), (_GPT4O,)),
     "tekken": (_TEKKEN,),
     **dict.fromkeys(("gpt-2", "phi-2"), (_GPT2,)),
@@ -31,4 +37,4 @@ WORDS: dict[str | None, tuple[str, ...]] = {  # applied one after another
 }
 IGNORE_MERGES = frozenset({*_LIKE_LLAMA3, "tekken"})  # a word that is a token stays one, whatever the merges say
 BEGIN_WITH_BOS = IGNORE_MERGES  # unless the file says otherwise
-WITH_NFC = frozenset({"qwen2"})  # the original's normaliser, which llama.cpp leaves out
+WITH_NFC = frozenset({"qwen2", "qwen35"})  # the original's normaliser, which llama.cpp leaves out

@@ -113,15 +113,27 @@ class PackedWeight(ABC):
         return sum(part.stop - part.start for part in self.parts.values())
 
     @property
+    def is_convolution(self) -> bool:
+        """Whether it is [channels, 1, width]: each channel's convolution is a row of one matrix."""
+        return len(self.shape) == 3 and self.shape[1] == 1
+
+    @property
     def matrix_shape(self) -> tuple[int, int]:
         """Rows and columns of one of the stacked matrices; those of a vector are its elements and 1."""
+        if self.is_convolution:
+            return self.shape[0], self.shape[2]
         rows, columns = self.shape[-2:] if len(self.shape) > 1 else (*self.shape, 1)
         return rows, columns
 
     @property
+    def stacked(self) -> tuple[int, ...]:
+        """The leading dimensions, which count stacked matrices."""
+        return () if self.is_convolution else self.shape[:-2]
+
+    @property
     def num_matrices(self) -> int:
         """How many matrices are stacked."""
-        return math.prod(self.shape[:-2])
+        return math.prod(self.stacked)
 
     def error(self, part: str, problem: str) -> ModelLoadError:
         """Return the error about the contents of a part."""
@@ -152,6 +164,8 @@ def read_packed(
         columns = slice(shard.start, shard.stop)
     if len(packed.shape) == 1:
         out = out.unsqueeze(1)
+    elif packed.is_convolution:
+        out = out.squeeze(1)
     are_finite = [
         _read_matrix(_MatrixParts(files, packed, index, scratch), matrix, first, columns)
         for index, matrix in zip(indices, out.view(len(indices), *out.shape[-2:]), strict=True)
@@ -184,7 +198,7 @@ class _MatrixParts:
 
     def _read(self, name: str, rows: range | None) -> torch.Tensor:
         stored = self.packed.parts[name]
-        shape = stored.shape[max(0, len(self.packed.shape) - 2) :]
+        shape = stored.shape[len(self.packed.stacked) :]
         size = (stored.stop - stored.start) // self.packed.num_matrices
         offset = self.index * size
         if rows is not None:

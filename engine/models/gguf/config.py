@@ -13,7 +13,9 @@ from typing import Any
 from engine.errors import ModelLoadError
 from engine.models.gguf.fields import Fields
 from engine.models.gguf.file import GgufFile
+from engine.models.gguf.recurrent_config import RECURRENT
 from engine.models.gguf.rope import longrope_parameters, rope_parameters
+from engine.models.gguf.sizes import has, head_dim_of, key_length, num_layers, whole_rope
 from engine.models.gguf.stop_tokens import stop_token_ids
 
 __all__ = ["gguf_config", "gguf_generation_config"]
@@ -21,7 +23,6 @@ __all__ = ["gguf_config", "gguf_generation_config"]
 _DTYPES = {"F32": "float32", "F16": "float16"}  # quantised weights become bfloat16, as those of BF16
 _GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS = 46, 62  # their attention has another scale, which no key says
 _GEMMA3_PERIOD = 6
-_MAX_LAYERS = 512
 _SAMPLING = {
     "general.sampling.temp": "temperature",
     "general.sampling.top_k": "top_k",
@@ -43,7 +44,8 @@ def gguf_config(gguf: GgufFile) -> dict[str, Any]:
             f"'{gguf.path}' is of llama.cpp's architecture '{fields.architecture}', which is not read from GGUF; "
             f"supported: {', '.join(_BUILDERS)}; give a Hugging Face checkpoint's directory for others"
         )
-    return _common(gguf, fields) | build(gguf, fields)
+    heads = {} if fields.architecture in RECURRENT else _heads(fields)
+    return _common(gguf, fields) | heads | build(gguf, fields)
 
 
 def gguf_generation_config(gguf: GgufFile) -> dict[str, Any]:
@@ -56,17 +58,11 @@ def _common(gguf: GgufFile, fields: Fields) -> dict[str, Any]:
     embedding = gguf.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise fields.error("it has no matrix 'token_embd.weight'; download the file again")
-    heads, head_dim = fields.integer("attention.head_count"), _head_dim(fields)
-    if fields.integer("attention.value_length", head_dim) != head_dim:
-        raise fields.error("its keys and values differ in size, which is not supported; give another model")
     stop_ids = stop_token_ids(gguf)
     return {
         "vocab_size": embedding.shape[0],
         "hidden_size": fields.integer("embedding_length"),
-        "num_hidden_layers": _num_layers(fields),
-        "num_attention_heads": heads,
-        "num_key_value_heads": fields.integer("attention.head_count_kv", heads),
-        "head_dim": head_dim,
+        "num_hidden_layers": num_layers(fields),
         "max_position_embeddings": fields.integer("context_length"),
         "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
@@ -74,6 +70,16 @@ def _common(gguf: GgufFile, fields: Fields) -> dict[str, Any]:
         "pad_token_id": gguf.metadata.get("tokenizer.ggml.padding_token_id"),
         "eos_token_id": stop_ids[0] if len(stop_ids) == 1 else stop_ids or None,
         "dtype": _dtype(gguf, fields.architecture),
+    }
+
+
+def _heads(fields: Fields) -> dict[str, Any]:
+    """Return the fields of attention that is the same in all layers."""
+    heads = fields.integer("attention.head_count")
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": fields.integer("attention.head_count_kv", heads),
+        "head_dim": key_length(fields),
     }
 
 
@@ -86,26 +92,6 @@ def _dtype(gguf: GgufFile, architecture: str) -> str:
     return "bfloat16" if dtype == "float16" and architecture.startswith("gemma") else dtype
 
 
-def _head_dim(fields: Fields) -> int:
-    heads, hidden = fields.integer("attention.head_count"), fields.integer("embedding_length")
-    return fields.integer("attention.key_length", max(1, hidden // heads))
-
-
-def _whole_rope(fields: Fields) -> dict[str, Any]:
-    """Return the parameters of RoPE over whole heads."""
-    head_dim = _head_dim(fields)
-    if fields.integer("rope.dimension_count", head_dim) != head_dim:
-        raise fields.error(
-            f"{fields.architecture}.rope.dimension_count is not the head's {head_dim} elements, which is not "
-            "supported; give another model"
-        )
-    return rope_parameters(fields, head_dim)
-
-
-def _has(gguf: GgufFile, name: str) -> bool:
-    return f"blk.0.{name}" in gguf.tensors
-
-
 # --- architectures ------------------------------------------------------------------------------------------------
 
 
@@ -115,9 +101,9 @@ def _llama(gguf: GgufFile, fields: Fields) -> dict[str, Any]:
         "model_type": "llama",
         "hidden_act": "silu",
         "intermediate_size": fields.integer("feed_forward_length"),
-        "attention_bias": _has(gguf, "attn_q.bias"),
-        "mlp_bias": _has(gguf, "ffn_down.bias"),
-        "rope_parameters": _whole_rope(fields),
+        "attention_bias": has(gguf, "attn_q.bias"),
+        "mlp_bias": has(gguf, "ffn_down.bias"),
+        "rope_parameters": whole_rope(fields),
     }
     if fields.integer("expert_count", 0, smallest=0):
         del config["attention_bias"], config["mlp_bias"]
@@ -138,7 +124,7 @@ def _qwen2(gguf: GgufFile, fields: Fields) -> dict[str, Any]:
         "hidden_act": "silu",
         "intermediate_size": fields.integer("feed_forward_length"),
         "use_sliding_window": False,
-        "rope_parameters": _whole_rope(fields),
+        "rope_parameters": whole_rope(fields),
     }
 
 
@@ -146,7 +132,7 @@ def _qwen3(gguf: GgufFile, fields: Fields) -> dict[str, Any]:
     return _qwen2(gguf, fields) | {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
-        "attention_bias": _has(gguf, "attn_q.bias"),
+        "attention_bias": has(gguf, "attn_q.bias"),
     }
 
 
@@ -164,8 +150,8 @@ def _qwen3_moe(gguf: GgufFile, fields: Fields) -> dict[str, Any]:
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
         "use_sliding_window": False,
-        "attention_bias": _has(gguf, "attn_q.bias"),
-        "rope_parameters": _whole_rope(fields),
+        "attention_bias": has(gguf, "attn_q.bias"),
+        "rope_parameters": whole_rope(fields),
     }
 
 
@@ -175,7 +161,7 @@ def _gemma(gguf: GgufFile, fields: Fields) -> dict[str, Any]:
         "model_type": "gemma",
         "hidden_act": "gelu_pytorch_tanh",
         "intermediate_size": fields.integer("feed_forward_length"),
-        "rope_parameters": _whole_rope(fields),
+        "rope_parameters": whole_rope(fields),
     }
 
 
@@ -183,7 +169,7 @@ def _gemma_scalar(fields: Fields, unlike_others: int) -> int:
     """Return ``query_pre_attn_scalar``, which no key says: the largest model's is that of evenly divided heads."""
     if fields.integer("block_count") == unlike_others:
         return fields.integer("embedding_length") // fields.integer("attention.head_count")
-    return _head_dim(fields)
+    return head_dim_of(fields)
 
 
 def _gemma2(gguf: GgufFile, fields: Fields) -> dict[str, Any]:
@@ -196,7 +182,7 @@ def _gemma2(gguf: GgufFile, fields: Fields) -> dict[str, Any]:
         "attn_logit_softcapping": fields.number("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": fields.number("final_logit_softcapping", 30.0),
         "sliding_window": fields.integer("attention.sliding_window", 4096),
-        "rope_parameters": _whole_rope(fields),
+        "rope_parameters": whole_rope(fields),
     }
 
 
@@ -213,13 +199,13 @@ def _gemma3(gguf: GgufFile, fields: Fields) -> dict[str, Any]:
         "final_logit_softcapping": softcap,
         "attn_logit_softcapping": None,
         "sliding_window": fields.integer("attention.sliding_window") if slides else None,
-        "layer_types": (_layer_types(fields, _GEMMA3_PERIOD) if slides else ["full_attention"] * _num_layers(fields)),
-        "rope_parameters": {"full_attention": _whole_rope(fields), "sliding_attention": local},
+        "layer_types": (_layer_types(fields, _GEMMA3_PERIOD) if slides else ["full_attention"] * num_layers(fields)),
+        "rope_parameters": {"full_attention": whole_rope(fields), "sliding_attention": local},
     }
 
 
 def _phi3(gguf: GgufFile, fields: Fields) -> dict[str, Any]:
-    head_dim = _head_dim(fields)
+    head_dim = head_dim_of(fields)
     rotary_dim = fields.integer("rope.dimension_count", head_dim)
     rope = longrope_parameters(fields, rotary_dim) or rope_parameters(fields, rotary_dim)
     return {
@@ -236,7 +222,7 @@ def _phi3(gguf: GgufFile, fields: Fields) -> dict[str, Any]:
 
 
 def _gpt_oss(gguf: GgufFile, fields: Fields) -> dict[str, Any]:
-    rope = _whole_rope(fields)
+    rope = whole_rope(fields)
     if rope["rope_type"] == "yarn":  # no key says this; all published models have it
         rope = {"beta_fast": 32.0, "beta_slow": 1.0} | rope | {"truncate": False}
     return {
@@ -246,24 +232,16 @@ def _gpt_oss(gguf: GgufFile, fields: Fields) -> dict[str, Any]:
         "intermediate_size": fields.integer("expert_feed_forward_length"),
         "num_local_experts": fields.integer("expert_count"),
         "num_experts_per_tok": fields.integer("expert_used_count"),
-        "attention_bias": _has(gguf, "attn_q.bias"),
+        "attention_bias": has(gguf, "attn_q.bias"),
         "sliding_window": fields.integer("attention.sliding_window"),
         "layer_types": _layer_types(fields, 2),
         "rope_parameters": rope,
     }
 
 
-def _num_layers(fields: Fields) -> int:
-    """Return the number of layers, which lists are made of."""
-    count = fields.integer("block_count")
-    if count > _MAX_LAYERS:
-        raise fields.error(f"{fields.architecture}.block_count={count} is more than any model has; download it again")
-    return count
-
-
 def _layer_types(fields: Fields, period: int) -> list[str]:
     """Return which layers slide: all but each ``period``-th, unless the file has a pattern of its own."""
-    count, pattern = _num_layers(fields), fields.raw("attention.sliding_window_pattern")
+    count, pattern = num_layers(fields), fields.raw("attention.sliding_window_pattern")
     if isinstance(pattern, list) and len(pattern) == count and all(type(slides) is bool for slides in pattern):
         flags = pattern
     else:
@@ -282,4 +260,5 @@ _BUILDERS: dict[str, Callable[[GgufFile, Fields], dict[str, Any]]] = {
     "gemma3": _gemma3,
     "phi3": _phi3,
     "gpt-oss": _gpt_oss,
+    **RECURRENT,
 }

@@ -55,6 +55,14 @@ class Fields:
             raise self._wrong(key, value, f"an integer from {smallest}")
         return value
 
+    def integers(self, key: str, count: int) -> list[int]:
+        """Return an integer from 0 for each of ``count`` layers; one that is not a list is that of all."""
+        value = self._value(f"{self.architecture}.{key}", None)
+        values = value if isinstance(value, list) else [value] * count
+        if len(values) != count or any(type(number) is not int or number < 0 for number in values):
+            raise self._wrong(key, value, f"an integer from 0 for each of {count} layers")
+        return values
+
     def number(self, key: str, default: float | None = None) -> float:
         """Return a number. Those of 32 bits come as the shortest decimal with the same bits, as in a config.json."""
         value = self._value(f"{self.architecture}.{key}", default)

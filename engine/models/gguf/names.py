@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from engine.models.gguf.fields import Fields
 from engine.models.gguf.file import GgufFile
 from engine.models.gguf.header import GgufTensor
+from engine.models.gguf.recurrent_names import RECURRENT_NAMES, recurrent_weights
+from engine.models.gguf.weight import EXPERTS, GgufWeight, holds_experts, of_each_expert
 
-__all__ = ["GgufWeight", "gguf_weights"]
+__all__ = ["gguf_weights"]
 
 _WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _IN_LAYER = {
@@ -42,31 +43,9 @@ _OWN = {  # names that an architecture has for itself
     "gpt-oss": {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
 }
 _MIXTRAL = {"ffn_gate_inp": "block_sparse_moe.gate"}
-_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 _MIXTRAL_EXPERTS = {"ffn_gate_exps": "w1", "ffn_up_exps": "w3", "ffn_down_exps": "w2"}
 _IN_CONFIG = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}  # gguf_config reads them
-_MAX_EXPERTS = 4096
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-
-
-@dataclass(frozen=True, kw_only=True)
-class GgufWeight:
-    """One weight of a model, as the file stores it.
-
-    Attributes:
-        parts: the stored tensor, or the two whose rows or columns alternate.
-        shape: of the weight as transformers has it.
-        heads: if not 0, element i of the first half of each of this many heads is stored beside element i of the second
-            half, so that RoPE rotates neighbours (Llama's queries and keys).
-        has_one_added: 1 is to be subtracted (Gemma's norms, which multiply by 1 + their weight).
-        is_transposed: rows are stored as columns, the matrices of experts one after another (GPT-OSS).
-    """
-
-    parts: tuple[GgufTensor, ...]
-    shape: tuple[int, ...]
-    heads: int = 0
-    has_one_added: bool = False
-    is_transposed: bool = False
 
 
 def gguf_weights(gguf: GgufFile) -> dict[str, GgufWeight]:
@@ -77,6 +56,8 @@ def gguf_weights(gguf: GgufFile) -> dict[str, GgufWeight]:
     """
     fields = Fields(gguf)
     architecture = fields.architecture
+    if architecture in RECURRENT_NAMES:
+        return recurrent_weights(gguf, fields)
     heads = {}
     if architecture == "llama":
         count = fields.integer("attention.head_count")
@@ -89,7 +70,7 @@ def gguf_weights(gguf: GgufFile) -> dict[str, GgufWeight]:
         if name in _IN_CONFIG:
             continue
         layer = _LAYER.fullmatch(name)
-        if layer is not None and _holds_experts(layer, tensor):
+        if layer is not None and holds_experts(layer[2], layer[3], tensor):
             weights |= _experts(gguf, layer, tensor, architecture, is_mixtral)
             continue
         stored_as = _own_name(name, layer, names, architecture)
@@ -113,12 +94,6 @@ def _own_name(name: str, layer: re.Match[str] | None, names: dict[str, str], arc
     return f"model.layers.{number}.{names[module]}.{kind}" if module in names else name
 
 
-def _holds_experts(layer: re.Match[str], tensor: GgufTensor) -> bool:
-    """Return whether a tensor stacks something of each expert; one of another shape keeps its name and is refused."""
-    num_dimensions = 2 if layer[3] == "bias" else 3
-    return layer[2] in _EXPERTS and len(tensor.shape) == num_dimensions and tensor.shape[0] <= _MAX_EXPERTS
-
-
 def _experts(
     gguf: GgufFile, layer: re.Match[str], tensor: GgufTensor, architecture: str, is_mixtral: bool
 ) -> dict[str, GgufWeight]:
@@ -127,21 +102,7 @@ def _experts(
     if architecture == "gpt-oss":
         return dict(_stacked(gguf, number, module, kind, tensor))
     block = f"model.layers.{number}.{'block_sparse_moe' if is_mixtral else 'mlp'}.experts"
-    matrix = (_MIXTRAL_EXPERTS if is_mixtral else _EXPERTS)[module]
-    size = (tensor.stop - tensor.start) // tensor.shape[0]
-    return {
-        f"{block}.{expert}.{matrix}.{kind}": GgufWeight(
-            parts=(
-                tensor._replace(
-                    shape=tensor.shape[1:],
-                    start=tensor.start + expert * size,
-                    stop=tensor.start + (expert + 1) * size,
-                ),
-            ),
-            shape=tensor.shape[1:],
-        )
-        for expert in range(tensor.shape[0])
-    }
+    return of_each_expert(tensor, block, f"{(_MIXTRAL_EXPERTS if is_mixtral else EXPERTS)[module]}.{kind}")
 
 
 def _stacked(

@@ -5,7 +5,7 @@ Numbers that are stored as they are, and in transformers' layout, are plain tens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,8 @@ from engine.models.checkpoint.packed_weight import PackedWeight
 from engine.models.checkpoint.safetensors_header import StoredTensor
 from engine.models.gguf.file import GgufFile
 from engine.models.gguf.header import GgufTensor
-from engine.models.gguf.names import GgufWeight, gguf_weights
+from engine.models.gguf.names import gguf_weights
+from engine.models.gguf.weight import GgufWeight
 from kernels.dequant.gguf import dequantise_gguf
 from kernels.dequant.gguf_types import GgufType
 
@@ -33,25 +34,42 @@ class GgufPacked(PackedWeight):
 
     format = "GGUF"
     types: Mapping[str, GgufType]  # of the parts
-    heads: int
-    has_one_added: bool
-    is_transposed: bool
+    weight: GgufWeight
 
     def dequantise(
         self, parts: Mapping[str, torch.Tensor], rows: range, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return rows of one matrix in float32."""
-        if self.is_transposed:
+        weight = self.weight
+        if weight.is_transposed:
             columns = [self._columns(parts[name], kind, rows) for name, kind in self.types.items()]
             return torch.stack(columns, dim=1).flatten(0, 1).t()
-        if len(self.types) == 1 and not self.heads and not self.has_one_added:
+        if not weight.is_changed:
             return dequantise_gguf(parts[_FIRST], self.types[_FIRST], out=out)
+        if weight.is_joined:
+            return torch.cat(list(self._joined(parts, rows)))
         decoded = [dequantise_gguf(parts[name], kind) for name, kind in self.types.items()]
         values = decoded[0] if len(decoded) == 1 else torch.stack(decoded, dim=2).flatten(1)
-        if self.heads:
+        if weight.heads:
             half = self.row_multiple // 2
             values = values.view(-1, half, 2, values.shape[1]).transpose(1, 2).flatten(0, 2)
-        return values - 1.0 if self.has_one_added else values
+        if weight.row_order is not None:
+            values = values[list(weight.row_order)]
+        if weight.column_order is not None:
+            values = values[:, list(weight.column_order)]
+        if weight.is_decay:
+            return values.neg_().log_()
+        return values - 1.0 if weight.has_one_added else values
+
+    def _joined(self, parts: Mapping[str, torch.Tensor], rows: range) -> Iterator[torch.Tensor]:
+        """Yield those of ``rows`` that are in each part, of two that are joined."""
+        first = 0
+        for name, kind in self.types.items():
+            stored = parts[name]
+            own = stored[max(rows.start - first, 0) : max(rows.stop - first, 0)]
+            if len(own):
+                yield dequantise_gguf(own, kind)
+            first += len(stored)
 
     def _columns(self, stored: torch.Tensor, kind: GgufType, columns: range) -> torch.Tensor:
         """Return some columns of stored rows, float32 [num_rows, len(columns)]."""
@@ -77,8 +95,7 @@ def gguf_entries(gguf: GgufFile, open_file: Callable[[Path], int]) -> dict[str, 
 
 def _entry(name: str, weight: GgufWeight, files: Mapping[Path, int]) -> Entry:
     first = weight.parts[0]
-    is_changed = weight.heads or weight.has_one_added or weight.is_transposed or len(weight.parts) > 1
-    if first.type.name in _PLAIN and not is_changed:
+    if first.type.name in _PLAIN and not weight.is_changed:
         return StoredTensor(first.path, files[first.path], first.type.name, weight.shape, first.start, first.stop)
     parts = {part: _bytes(tensor, files) for part, tensor in zip((_FIRST, _SECOND), weight.parts, strict=False)}
     types = dict(zip(parts, (tensor.type for tensor in weight.parts), strict=True))
@@ -86,12 +103,10 @@ def _entry(name: str, weight: GgufWeight, files: Mapping[Path, int]) -> Entry:
         name=name,
         parts=parts,
         shape=weight.shape,
-        read_by_rows=frozenset() if weight.is_transposed else frozenset(parts),
+        read_by_rows=frozenset() if weight.is_transposed or weight.is_joined else frozenset(parts),
         row_multiple=_row_multiple(name, weight),
         types=types,
-        heads=weight.heads,
-        has_one_added=weight.has_one_added,
-        is_transposed=weight.is_transposed,
+        weight=weight,
     )
 
 
@@ -103,12 +118,14 @@ def _bytes(tensor: GgufTensor, files: Mapping[Path, int]) -> StoredTensor:
 
 
 def _row_multiple(name: str, weight: GgufWeight) -> int:
-    """Return the multiple of rows that is dequantised at once: whole heads, or whole blocks that are transposed."""
+    """Return the multiple of rows that is dequantised at once: heads, all rows, or blocks that are transposed."""
     if weight.is_transposed:
         return max(tensor.type.block_elements for tensor in weight.parts)
+    rows = weight.shape[0]
+    if weight.row_order is not None:
+        return rows
     if not weight.heads:
         return 1
-    rows = weight.shape[0]
     if rows % (2 * weight.heads):
         raise ModelLoadError(
             f"{shown(name)} of '{weight.parts[0].path}' has {rows} rows, which {weight.heads} heads do not divide; "

@@ -180,7 +180,10 @@ Compared are each type of blocks with the package `gguf`, bit by bit; the tokens
 written as llama.cpp's converter does, with those of transformers for the decoded weights; and tokenizers on 2,000 texts
 each with the ones that they were converted from (`tests/engine/models/gguf/`, `tests/engine/text/`). Files of real size
 were not compared. Not in a file's metadata, and so taken as in the published models: which layers of Gemma 2, Gemma 3
-and GPT-OSS slide, the scale of attention in the largest Gemma 2 and 3, and the limits of GPT-OSS's activation.
+and GPT-OSS slide, the scale of attention in the largest Gemma 2 and 3, the limits of GPT-OSS's activation and of
+Nemotron-H's steps, and the order of Falcon-H1's gate and norm. Files of Mamba 2, Granite 4 H and Nemotron-H give a
+context of 1M tokens: set `max_model_len`. Granite 4 without recurrent layers is another architecture of llama.cpp's,
+which is not read.
 
 ## Refused
 

@@ -18,6 +18,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from tests.engine.models.gguf import recurrent
 from tests.engine.models.gguf.blocks import random_weight
 
 __all__ = ["ARCHITECTURES", "LLAMA3", "build_model", "write_gguf"]
@@ -80,6 +81,7 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "phi3-window": ("phi3", "phi3", {"sliding_window": 9, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
                                                                             "partial_rotary_factor": 1.0}}),
     "gpt-oss": ("gpt-oss", "gpt_oss", _EXPERTS | _SLIDING | {"rope_parameters": _GPT_OSS_ROPE}),
+    **recurrent.ARCHITECTURES,
 }  # fmt: skip
 
 _ALL_TYPES = [
@@ -93,7 +95,10 @@ def build_model(name: str, **overrides: Any) -> PreTrainedModel:
     """Return a float32 model of transformers, with norms and biases that matter."""
     _, model_type, options = ARCHITECTURES[name]
     torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **_SHAPE | options | overrides)
+    fields = _SHAPE | options | overrides
+    if model_type == "nemotron_h":
+        del fields["num_hidden_layers"]  # its layers' types say it
+    config = AutoConfig.for_model(model_type, **fields)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     model.config.architectures = [type(model).__name__]
     return model
@@ -111,27 +116,30 @@ def write_gguf(model: PreTrainedModel, name: str, path: Path, *, add_tokenizer: 
     architecture, _, _ = ARCHITECTURES[name]
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
-    _add_metadata(writer, architecture, config)
+    add_metadata = recurrent.add_metadata if name in recurrent.ARCHITECTURES else _add_metadata
+    add_metadata(writer, architecture, config)
     if add_tokenizer is not None:
         add_tokenizer(writer)
     random, kinds = np.random.default_rng(0), itertools.cycle(_ALL_TYPES)
     names = gguf.get_tensor_name_map(_number_of(architecture), config.num_hidden_layers)
     with torch.no_grad():
-        for tensor, views in _tensors(model, architecture):
-            stored_name = names.get_name(tensor, try_suffixes=(".weight", ".bias"))
-            assert stored_name is not None, tensor
-            shape = tuple(views[0].shape)
-            shape = (len(views), *shape) if "experts" in tensor else shape
-            # The converter keeps vectors and routers in float32.
-            is_small = len(shape) == 1 or "router" in tensor or "gate_inp" in stored_name or tensor.endswith(".bias")
+        for tensor, shape, views in _all_tensors(model, name):
+            stored_name = names.get_name(tensor, try_suffixes=(".weight", ".bias")) or tensor
+            # The converter keeps vectors, routers and convolutions in float32.
+            is_small = len(shape) == 1 or "router" in tensor or tensor.endswith(".bias")
+            is_small = is_small or any(part in stored_name for part in recurrent.FORCED_FLOAT32)
             kind = Type.F32 if is_small else next(k for k in kinds if shape[-1] % gguf.GGML_QUANT_SIZES[k][0] == 0)
             stored, values = random_weight(shape, kind, _SPREAD, random)
-            if "norm" in tensor and shape[-1:] == shape:
-                stored = values = random.uniform(0.5, 1.5, shape).astype(np.float32)
+            if (special := recurrent.small_values(stored_name, shape, random)) is not None:
+                stored = values = special
             writer.add_tensor(stored_name, stored, raw_dtype=kind)
             decoded = torch.from_numpy(values.copy())
-            decoded = _undo(decoded, tensor, architecture, config)
-            for view, value in zip(views, decoded if "experts" in tensor else [decoded], strict=True):
+            if name in recurrent.ARCHITECTURES:
+                whole = views[0].shape if len(views) == 1 else decoded.shape
+                decoded = recurrent.restored(decoded, tensor, whole, config)
+            else:
+                decoded = _undo(decoded, tensor, architecture, config)
+            for view, value in zip(views, decoded if len(views) > 1 else [decoded], strict=True):
                 view.copy_(value)
     for stored_name, factors in _factors(architecture, config):
         writer.add_tensor(stored_name, np.array(factors, dtype=np.float32))
@@ -139,6 +147,16 @@ def write_gguf(model: PreTrainedModel, name: str, path: Path, *, add_tokenizer: 
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _all_tensors(model: PreTrainedModel, name: str) -> Iterator[tuple[str, tuple[int, ...], list[torch.Tensor]]]:
+    """Yield the converter's tensors: the name that its tables know, their shape, and where the model has the values."""
+    if name in recurrent.ARCHITECTURES:
+        yield from recurrent.tensors(model)
+        return
+    for tensor, views in _tensors(model, ARCHITECTURES[name][0]):
+        shape = tuple(views[0].shape)
+        yield tensor, (len(views), *shape) if "experts" in tensor else shape, views
 
 
 def _number_of(architecture: str) -> gguf.MODEL_ARCH:
@@ -196,7 +214,7 @@ def _expert_views(
 
 
 def _factors(architecture: str, config: Any) -> Iterator[tuple[str, list[float]]]:
-    rope = config.rope_parameters
+    rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "llama3":
         yield "rope_freqs.weight", _llama3_factors(rope, config.head_dim)
     if rope.get("rope_type") == "longrope":

@@ -40,7 +40,13 @@ def write_metadata(
     for key, value in numbers.items():
         if value is None:
             continue
-        method = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
+        method = {
+            bool: writer.add_bool,
+            int: writer.add_uint32,
+            float: writer.add_float32,
+            str: writer.add_string,
+            list: writer.add_array,
+        }
         method[type(value)](f"{architecture}.{key}", value)
     writer.add_layer_norm_rms_eps(1e-6)
     add(writer)

@@ -16,18 +16,27 @@ from engine.models.checkpoint.checkpoint import open_checkpoint
 from engine.models.checkpoint.formats import gguf as format_module
 from engine.models.checkpoint.sharding import Shard
 from engine.models.gguf.file import open_gguf
-from engine.models.gguf.names import GgufWeight, gguf_weights
+from engine.models.gguf.names import gguf_weights
+from engine.models.gguf.weight import GgufWeight
 from engine.sampling_params import SamplingParams
 from kernels.dequant.gguf_types import GGUF_TYPES
 from tests.engine.models.gguf.conftest import Converted
 from tests.engine.models.gguf.converted import ARCHITECTURES, build_model, write_gguf
+from tests.engine.models.gguf.recurrent import stored_values
 from tests.engine.models.ties import require_no_ties
 from tests.engine.oracle import answers, eos_ids, make_llm, random_tokens, run
 
 MAX_TOKENS, PROMPT_TOKENS = 6, 20
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+# Weights and configs of all architectures are compared in `make test`, so answers can hardly differ.
+_FURTHER = pytest.mark.exhaustive("answers of architectures that share everything with those that CI runs")
+_SHARES = ("qwen35moe", "granitehybrid", "falcon-h1", "nemotron_h")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=_FURTHER) if name in _SHARES else name for name in ARCHITECTURES]
+)
 def test_answers_equal_transformers(converted: Converted, name: str) -> None:
     model, path = converted(name)
     prompts = [random_tokens(random.Random(seed), PROMPT_TOKENS, model.config.vocab_size) for seed in range(2)]
@@ -65,6 +74,12 @@ CHANGES: dict[str, tuple[str, Callable[[GgufWeight], GgufWeight]]] = {
     "as many keys as queries": ("llama", lambda weight: replace(weight, heads=min(weight.heads, 1))),
     "Gemma's norms without the 1": ("gemma3", lambda weight: replace(weight, has_one_added=False)),
     "GPT-OSS's ups before its gates": ("gpt-oss", lambda weight: replace(weight, parts=weight.parts[::-1])),
+    "Qwen3.5's value heads as the file has them": ("qwen35", lambda weight: replace(weight, row_order=None)),
+    "the inputs of Qwen3.5's output likewise": ("qwen35", lambda weight: replace(weight, column_order=None)),
+    "Qwen3.5's norms without the 1": ("qwen35moe", lambda weight: replace(weight, has_one_added=False)),
+    "decays without their logarithm": ("mamba2", lambda weight: replace(weight, is_decay=False)),
+    "Granite's ups before its gates": ("granitehybrid", lambda weight: replace(weight, parts=weight.parts[::-1])),
+    "Nemotron's heads as Llama has them": ("nemotron_h", lambda weight: replace(weight, heads=0)),
 }
 
 
@@ -87,6 +102,9 @@ def test_a_planted_error_is_seen(converted: Converted, change: str, monkeypatch:
         ("llama", "model.layers.1.mlp.down_proj.weight", [Shard(1, 256, 128, 256), Shard(1, 256, 5, 9)]),
         ("llama-biases", "model.layers.0.self_attn.k_proj.bias", [Shard(0, 256, 64, 128)]),
         ("gemma2", "model.embed_tokens.weight", [Shard(0, 200, 67, 134)]),
+        ("qwen35", "model.layers.0.linear_attn.conv1d.weight", [Shard(0, 512, 100, 300)]),
+        ("qwen35", "model.layers.0.linear_attn.out_proj.weight", [Shard(1, 384, 192, 384)]),
+        ("granitehybrid", "model.layers.0.shared_mlp.input_linear.weight", [Shard(0, 512, 200, 300)]),
     ],
 )
 def test_a_rank_reads_its_part(converted: Converted, name: str, weight: str, shards: list[Shard]) -> None:
@@ -130,6 +148,18 @@ def test_tensors_that_do_not_fit_the_metadata_are_refused(tmp_path: Path, case: 
         make_llm(str(path), num_blocks=64)
 
 
+def test_layers_that_predict_further_tokens_are_not_read(tmp_path: Path) -> None:
+    def with_another_layer(writer: Any) -> None:
+        writer.kv_data[0]["qwen35.block_count"].value = 3
+        writer.add_uint32("qwen35.nextn_predict_layers", 1)
+        for name in ("attn_norm", "nextn.eh_proj", "nextn.shared_head_norm"):
+            writer.add_tensor(f"blk.2.{name}.weight", torch.zeros(32).numpy())
+
+    write_gguf(build_model("qwen35"), "qwen35", path := tmp_path / "a.gguf", add_tokenizer=with_another_layer)
+    llm = make_llm(str(path), num_blocks=16)
+    assert len(llm.engine.runner.workers.local.shard.model.layers) == 2  # type: ignore[attr-defined]
+
+
 def test_a_scale_that_is_not_finite_is_named(tmp_path: Path) -> None:
     write_gguf(build_model("qwen3"), "qwen3", path := tmp_path / "a.gguf")
     tensors = open_gguf(path).tensors
@@ -143,17 +173,32 @@ def test_a_scale_that_is_not_finite_is_named(tmp_path: Path) -> None:
         make_llm(str(path), num_blocks=64)
 
 
+PUBLISHED = {  # parts of names that transformers changes when it loads
+    "nemotron_h": {"model.": "backbone."},
+    "granitemoehybrid": {
+        "block_sparse_moe.router": "block_sparse_moe.router.layer",
+        "block_sparse_moe.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
+        "block_sparse_moe.experts.down_proj": "block_sparse_moe.output_linear.weight",
+    },
+}
+
+
 def _by_stored_name(model: Any) -> dict[str, torch.Tensor]:
     """Return the parameters with the names of published checkpoints: experts that are not stacked."""
     weights: dict[str, torch.Tensor] = {}
     kind = model.config.model_type
-    for name, parameter in model.named_parameters():
+    for name, values in stored_values(model):
         block, _, matrix = name.partition(".mlp.experts.")
+        for found, published in PUBLISHED.get(kind, {}).items():
+            name = name.replace(found, published)
+        if kind == "nemotron_h" and ".experts." in name:
+            weights |= {f"{name.replace('.experts.', f'.experts.{i}.')}.weight": each for i, each in enumerate(values)}
+            continue
         if not matrix or kind == "gpt_oss":
             mixtral = kind == "mixtral" and ".mlp.gate." in name
-            weights[name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name] = parameter.detach()
+            weights[name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name] = values
             continue
-        for expert, weight in enumerate(parameter.detach()):
+        for expert, weight in enumerate(values):
             halves = zip(("gate_proj", "up_proj"), weight.chunk(2), strict=True)
             for part, value in halves if matrix == "gate_up_proj" else [(matrix, weight)]:
                 if kind == "mixtral":
