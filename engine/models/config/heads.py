@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engine.errors import ModelLoadError, shown
+from engine.errors import ModelLoadError, UnsupportedModelError, shown
 from engine.models.config.divided import divided
 from engine.models.config.families import Family
 from engine.models.config.limits import require_integer
 
-__all__ = ["KVHeads", "LayerHeads", "with_usual_heads"]
+__all__ = ["KVHeads", "LayerHeads", "require_usual_layers", "with_usual_heads"]
+
+_PER_LAYER = {"head_dim", "num_key_value_heads"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,18 @@ class LayerHeads:
             kv_heads={layer: _kv_heads(config, layer) for layer in full},
             values_are_keys=values_are_keys,
             shared=_shared(types, require_integer(config, "num_kv_shared_layers", smallest=0)),
+        )
+
+
+def require_usual_layers(config: Any, family: Family) -> None:
+    """Raise UnsupportedModelError if layers differ in fields of a transformers config that they have in common here."""
+    if not getattr(config, "is_heterogeneous", False):
+        return
+    names = {name for own in config.to_dict()["per_layer_config"].values() for name in own}
+    if other := names - (_PER_LAYER if family.has_layer_heads else set()):
+        raise UnsupportedModelError(
+            f"config.json has a per_layer_config with {', '.join(sorted(other))}, which is not supported; docs/models.md lists "
+            "what is served"
         )
 
 

@@ -22,7 +22,7 @@ from engine.models.config.divided import divided
 from engine.models.config.experts_shape import ExpertsShape
 from engine.models.config.factors import attention_options, read_factors
 from engine.models.config.families import ARCHITECTURES, Family, NormPlacement, QKNorm
-from engine.models.config.heads import KVHeads, LayerHeads, with_usual_heads
+from engine.models.config.heads import KVHeads, LayerHeads, require_usual_layers, with_usual_heads
 from engine.models.config.json_file import read_json
 from engine.models.config.latent_shape import LatentShape
 from engine.models.config.limits import require_integer
@@ -252,6 +252,7 @@ class ModelConfig(ModelShape):
             raise UnsupportedModelError(
                 f"architecture '{architecture}' is not supported; supported: {', '.join(sorted(ARCHITECTURES))}"
             )
+        require_usual_layers(config, family)
         attention_bias = bool(getattr(config, "attention_bias", False))
         mixers = read_mixers(config, family)
         latent = LatentShape.from_hf(config, family) if family.has_latents else None
@@ -341,8 +342,8 @@ def _per_layer_width(config: Any) -> int:
     width = getattr(config, "hidden_size_per_layer_input", 0) or 0
     if width and config.vocab_size_per_layer_input != config.vocab_size:
         raise UnsupportedModelError(
-            f"vocab_size_per_layer_input={config.vocab_size_per_layer_input} is not supported, only "
-            f"vocab_size={config.vocab_size}"
+            f"vocab_size_per_layer_input={config.vocab_size_per_layer_input} is supported only if it is "
+            f"vocab_size={config.vocab_size}; correct config.json"
         )
     return int(width)
 

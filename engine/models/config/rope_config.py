@@ -99,9 +99,17 @@ def _rotated_part(config: Any, parameters: dict[str, Any]) -> Any:
 
 
 def rope_parameters(config: Any, layer_type: str | None) -> dict[str, Any]:
-    """Return the RoPE parameters of a transformers config, or those of one type of layers."""
+    """Return the RoPE parameters of a transformers config, or those of one type of layers.
+
+    Raises:
+        ModelLoadError: if there are none for this type.
+    """
     parameters: dict[str, Any] = config.rope_parameters or {}
-    return parameters if layer_type is None else parameters[layer_type]
+    if layer_type is None:
+        return parameters
+    if not isinstance(own := parameters.get(layer_type), dict):
+        raise ModelLoadError(f"rope_parameters={shown(parameters)} has none for '{layer_type}'; correct config.json")
+    return own
 
 
 def longrope_length(parameters: dict[str, Any]) -> int | None:

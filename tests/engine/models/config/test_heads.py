@@ -87,7 +87,11 @@ def test_the_last_layers_read_the_last_earlier_ones_of_their_type(tmp_path: Path
         ({"num_kv_shared_layers": 3}, "num_kv_shared_layers=3 of 4 layers leaves no full_attention layer with keys"),
         ({"num_kv_shared_layers": -1}, "num_kv_shared_layers=-1 is not an integer from 0"),
         ({"num_kv_shared_layers": 9}, "num_kv_shared_layers=9 of 4 layers leaves no full_attention layer with keys"),
-        ({"hidden_size_per_layer_input": 8}, "vocab_size_per_layer_input=262144 is not supported, only vocab_size=385"),
+        (
+            {"hidden_size_per_layer_input": 8},
+            "vocab_size_per_layer_input=262144 is supported only if it is vocab_size=385",
+        ),
+        ({"per_layer_config": {"0": {"hidden_size": 8}}}, "per_layer_config with hidden_size, which is not supported"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is not supported"),
         ({"enable_moe_block": True}, "num_experts=None is not an integer from 1"),
     ],

@@ -25,7 +25,7 @@ JSON = st.recursive(
 
 
 FAMILIES = ["qwen3", "qwen3_moe", "qwen2_moe", "mixtral", "gemma2", "smollm3", "granite"]
-FAMILIES += ["qwen3-next", "nemotron-3-super", "falcon-h1"]
+FAMILIES += ["gemma-4-e4b", "qwen3-next", "nemotron-3-super", "falcon-h1"]
 FAMILIES += ["CohereForCausalLM", "Glm4MoeForCausalLM"]  # which transformers' modules compute
 Workshops = Callable[[str], Workshop]
 
@@ -207,6 +207,12 @@ OF_FAMILIES: list[tuple[str, str, list[Any]]] = [
     ("gemma2", "query_pre_attn_scalar", [0, -1, NAN]),
     ("gemma2", "attn_logit_softcapping", [0.0, NAN, -1.0, 1e308]),
     ("gemma2", "final_logit_softcapping", [0.0, NAN, -1.0]),
+    ("gemma-4-e4b", "num_kv_shared_layers", [-1, None, 7, 10**9, "x"]),
+    ("gemma-4-e4b", "hidden_size_per_layer_input", [-8, 10**9, "x"]),
+    ("gemma-4-e4b", "vocab_size_per_layer_input", [1, 10**9]),
+    ("gemma-4-e4b", "per_layer_config", [{"9": {}}, {"0": {"hidden_size": 8}}, {"1": {"head_dim": 7}}, [], "x"]),
+    ("gemma-4-26b-a4b", "top_k_experts", [0, None, 7, "x"]),
+    ("gemma-4-26b-a4b", "num_experts", [None, 10**9, "x"]),
     ("smollm3", "no_rope_layers", [[], [1], ["x", 1]]),
     ("granite", "attention_multiplier", [NAN, 0, -1.0]),
     ("granite", "embedding_multiplier", [NAN, float("inf")]),
