@@ -83,8 +83,8 @@ def require_usual_layers(config: Any, family: Family) -> None:
     names = {name for own in config.to_dict()["per_layer_config"].values() for name in own}
     if other := names - (_PER_LAYER if family.has_layer_heads else set()):
         raise UnsupportedModelError(
-            f"config.json has a per_layer_config with {', '.join(sorted(other))}, which is not supported; docs/models.md lists "
-            "what is served"
+            f"config.json has a per_layer_config with {', '.join(sorted(other))}, which is not supported; "
+            "docs/models.md lists what is served"
         )
 
 

@@ -18,6 +18,7 @@ from engine.errors import ModelLoadError, UnsupportedModelError, shown
 from engine.kv.layer_cache import KeyValue, LayerCache, SharedWith
 from engine.models.config.architectures import MODEL_TYPES, PROVEN
 from engine.models.config.config_json import num_positions, read_config_json
+from engine.models.config.dense import dense_activation, intermediate_size, per_layer_width
 from engine.models.config.divided import divided
 from engine.models.config.experts_shape import ExpertsShape
 from engine.models.config.factors import attention_options, read_factors
@@ -40,7 +41,6 @@ __all__ = ["ModelConfig", "load_hf_config", "read_with_transformers"]
 
 logger = logging.getLogger(__name__)
 
-_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _POSITIONS_WITHOUT_LIMIT = 2**18  # of models without attention, whose configs name no limit
 
 
@@ -273,7 +273,7 @@ class ModelConfig(ModelShape):
             architecture=architecture,
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
-            intermediate_size=_intermediate_size(config),
+            intermediate_size=intermediate_size(config),
             num_layers=config.num_hidden_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -290,7 +290,7 @@ class ModelConfig(ModelShape):
             qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
             output_bias=attention_bias if family.output_bias is None else family.output_bias,
             mlp_bias=bool(getattr(config, "mlp_bias", False)),
-            activation=_activation(config, family),
+            activation=dense_activation(config, family),
             norms=family.norms,
             recurrent_norms=family.recurrent_norms or family.norms,
             norms_add_one=family.norms_add_one,
@@ -305,7 +305,7 @@ class ModelConfig(ModelShape):
             has_feed_forward_gate=family.has_feed_forward_gate,
             normalizes_values=family.normalizes_values,
             has_layer_scalars=family.has_layer_scalars,
-            per_layer_width=_per_layer_width(config),
+            per_layer_width=per_layer_width(config),
             wide_layers=frozenset(layer_heads.shared) if is_wide else frozenset(),
             weight_scales=WeightScales.from_hf(config),
             dtype=config.dtype if isinstance(config.dtype, torch.dtype) else None,
@@ -323,31 +323,6 @@ def _heads(config: Any, latent: LatentShape | None) -> tuple[int, int, int]:
     return config.num_attention_heads, require_integer(config, "num_key_value_heads"), _head_dim(config)
 
 
-def _intermediate_size(config: Any) -> int:
-    """Return the features of dense feed-forwards; 0 if a config names none, because no layer has one."""
-    if hasattr(config, "shared_intermediate_size"):  # Granite 4, whose intermediate_size is that of experts
-        return require_integer(config, "shared_intermediate_size")
-    size = require_integer(config, "intermediate_size") if hasattr(config, "intermediate_size") else 0
-    if not getattr(config, "block_auto_adjust_ff_dim", False):
-        return size
-    size = int(2 * size / 3)  # LFM2
-    if config.block_ffn_dim_multiplier is None:
-        return size
-    multiple = require_integer(config, "block_multiple_of")
-    return -(-int(config.block_ffn_dim_multiplier * size) // multiple) * multiple
-
-
-def _per_layer_width(config: Any) -> int:
-    """Return the elements of the embedding that each layer has of each token; 0 if there is none."""
-    width = getattr(config, "hidden_size_per_layer_input", 0) or 0
-    if width and config.vocab_size_per_layer_input != config.vocab_size:
-        raise UnsupportedModelError(
-            f"vocab_size_per_layer_input={config.vocab_size_per_layer_input} is supported only if it is "
-            f"vocab_size={config.vocab_size}; correct config.json"
-        )
-    return int(width)
-
-
 def _head_dim(config: Any) -> int:
     head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if head_dim < 2 or head_dim % 2:
@@ -356,19 +331,6 @@ def _head_dim(config: Any) -> int:
             f"of {head_dim}, which must be even; correct config.json"
         )
     return head_dim
-
-
-def _activation(config: Any, family: Family) -> Activation:
-    name = getattr(config, family.activation_field, "silu")
-    if not family.has_feed_forward_gate:
-        if name != "relu2":
-            raise UnsupportedModelError(f"{family.activation_field}='{name}' is not supported; supported: relu2")
-        return "silu"  # of no layer
-    if name not in _ACTIVATIONS:
-        raise UnsupportedModelError(
-            f"{family.activation_field}='{name}' is not supported; supported: {', '.join(_ACTIVATIONS)}"
-        )
-    return _ACTIVATIONS[name]
 
 
 def _dims(layer_heads: LayerHeads) -> list[int]:
