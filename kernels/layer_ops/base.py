@@ -156,7 +156,7 @@ class LayerOps(ABC):
         rotated: torch.Tensor,
         latent: torch.Tensor,
         norm: Norm,
-        rotation: Rotation,
+        rotation: Rotation | None,
         cache: LatentCache,
     ) -> None:
         """Complete the queries of latent attention, and write the step's latents to the cache.
@@ -168,7 +168,7 @@ class LayerOps(ABC):
             latent: [num_tokens, rank + rope_dim], latents and then the keys that have positions, neither normalized nor
                 rotated; the last dimension is contiguous.
             norm: of the latents, [rank].
-            rotation: rotates element i of rope_dim elements with element i + rope_dim // 2.
+            rotation: rotates element i of rope_dim elements with element i + rope_dim // 2; None: nothing is rotated.
             cache: takes the normalized latents and the rotated keys.
         """
 

@@ -49,7 +49,7 @@ def rotate_and_store(
         if norm is not None and norm.weight.shape != (head_dim,):
             x, norm = _normed(x, norm), None
         x = _normed(x.view(x.shape[0], x.shape[1] // head_dim, head_dim), norm)
-        return (x if rotation is None else _rotated(x, rotation)).to(qkv.dtype)
+        return _rotated(x, rotation).to(qkv.dtype)
 
     if cache.slot_mapping is None:
         return rotated(query, query_norm)
@@ -66,7 +66,7 @@ def rotate_and_store_latents(
     rotated: torch.Tensor,
     latent: torch.Tensor,
     norm: Norm,
-    rotation: Rotation,
+    rotation: Rotation | None,
     cache: LatentCache,
 ) -> None:
     """Compute `LayerOps.rotate_and_store_latents`."""
@@ -77,8 +77,10 @@ def rotate_and_store_latents(
     reference.store_kvcache(entries[:, None], None, cache.latents.unsqueeze(2), None, cache.slot_mapping)
 
 
-def _rotated(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+def _rotated(x: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
     """Rotate the heads of ``x`` [num_tokens, num_heads, head_dim] in float64."""
+    if rotation is None:
+        return x
     cos, sin = rotation.table[rotation.positions].double().unsqueeze(2).unbind(1)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

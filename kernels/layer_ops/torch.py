@@ -58,7 +58,7 @@ class TorchOps(LayerOps):
         rotated: torch.Tensor,
         latent: torch.Tensor,
         norm: Norm,
-        rotation: Rotation,
+        rotation: Rotation | None,
         cache: LatentCache,
     ) -> None:
         rank = norm.weight.shape[0]
@@ -89,11 +89,13 @@ def _heads(x: torch.Tensor, norm: Norm | None, rotation: Rotation | None, head_d
     x = x.view(x.shape[0], x.shape[1] // head_dim, head_dim)
     if norms_each_head:
         x = _normed(x, norm)
-    return x if rotation is None else rotate_heads(x, rotation)
+    return rotate_heads(x, rotation)
 
 
-def rotate_heads(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+def rotate_heads(x: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
     """Rotate the heads of ``x`` [num_tokens, num_heads, head_dim]."""
+    if rotation is None:
+        return x
     cos, sin = rotation.cos_and_sin
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -12,10 +12,11 @@ from itertools import accumulate
 from engine.models.checkpoint.checkpoint import Checkpoint
 from engine.models.checkpoint.expert_weights import expert_parts, stored_block
 from engine.models.checkpoint.sharding import Shard, layer_of, shard_of
-from engine.models.config.conv_shape import ConvShape
-from engine.models.config.gated_delta_shape import GatedDeltaShape
 from engine.models.config.mixers import RecurrentShape
 from engine.models.config.model_config import ModelConfig
+from engine.models.config.recurrent.conv_shape import ConvShape
+from engine.models.config.recurrent.gated_delta_shape import GatedDeltaShape
+from engine.models.config.recurrent.kimi_delta_shape import KimiDeltaShape
 from engine.models.config.stored_names import stored_name
 
 __all__ = ["EMBEDDING", "HEAD", "Part", "stored_parts", "stored_with_prefix", "unread"]
@@ -175,10 +176,13 @@ def _recurrent_parts(
         case "in_proj" if isinstance(shape, GatedDeltaShape):
             stored = stored_with_prefix(".".join(path), checkpoint, config)
             return _gated_delta_inputs(stored, shape, rank, size)
+        case "in_proj" if isinstance(shape, KimiDeltaShape):
+            stored = stored_with_prefix(".".join(path), checkpoint, config)
+            return _kimi_delta_inputs(stored, shape, rank, size)
         case "in_proj":
             scales = [config.weight_scales.of_section(i, kind) for i in range(len(shape.in_sections))]
             return _sections(stored, shape.in_sections, rank, size, scales)
-        case "conv" if isinstance(shape, GatedDeltaShape) and shape.stored == "apart":
+        case "conv" if _has_convolutions_apart(shape):
             module = stored_with_prefix(".".join(path), checkpoint, config)
             names = [f"{module}.{part}_conv1d.{kind}" for part in "qkv"]
             return _apart(names, shape.conv_sections, rank, size)
@@ -189,12 +193,22 @@ def _recurrent_parts(
             return [Part(stored, shard, None, config.weight_scales.of(module, kind))]
         case "out_proj":
             return [Part(stored, None, None, config.weight_scales.of(module, kind))]
-        case "gated_norm" if not isinstance(shape, GatedDeltaShape):
+        case "gated_norm" if not isinstance(shape, GatedDeltaShape | KimiDeltaShape):
             return [Part(stored, _share(shape.inner_size, rank, size))]
+        case "f_b_proj" | "g_b_proj":
+            return [Part(stored, _share(shape.inner_size, rank, size))]
+        case "recurrent" if isinstance(shape, KimiDeltaShape):
+            is_decay = kind == "A_log"  # [1, 1, num_heads, 1]
+            count = shape.num_heads if is_decay else shape.inner_size
+            return [Part(stored, _share(count, rank, size, dim=2 if is_decay else 0))]
         case "recurrent" if kind in _BY_HEAD:
             assert not isinstance(shape, ConvShape)
             return [Part(stored, _share(shape.num_heads, rank, size))]
     return [Part(stored, None)]
+
+
+def _has_convolutions_apart(shape: RecurrentShape) -> bool:
+    return isinstance(shape, KimiDeltaShape) or (isinstance(shape, GatedDeltaShape) and shape.stored == "apart")
 
 
 def _share(count: int, rank: int, size: int, dim: int = 0) -> Shard:
@@ -241,6 +255,13 @@ def _gated_delta_inputs(module: str, shape: GatedDeltaShape, rank: int, size: in
             ("in_proj_ba", (per_group, per_group)),
         )
     ]
+
+
+def _kimi_delta_inputs(module: str, shape: KimiDeltaShape, rank: int, size: int) -> list[Part]:
+    """Return the rows of queries, keys, values, betas, and what decays and gates are computed of, on every rank."""
+    names, low_rank = [f"{module}.{name}_proj.weight" for name in "qkvb"], Shard(0, shape.head_dim, 0, shape.head_dim)
+    parts = _apart(names, shape.in_sections[:4], rank, size)
+    return parts + [Part(f"{module}.{name}_a_proj.weight", low_rank) for name in "fg"]
 
 
 def _by_section(num_groups: int, widths: tuple[int, ...]) -> list[int]:

@@ -225,6 +225,12 @@ def _deepseek_v3(config: Any) -> ExpertsShape:
     )
 
 
+def _kimi(config: Any) -> ExpertsShape:
+    if hasattr(config, "moe_router_activation_func"):
+        _require(config, "moe_router_activation_func", "sigmoid")
+    return _deepseek_v3(config)
+
+
 def _mistral4(config: Any) -> ExpertsShape:
     return replace(
         _deepseek(config),
@@ -240,7 +246,7 @@ def _deepseek(config: Any) -> ExpertsShape:
     if hasattr(config, "moe_layer_freq"):
         _require(config, "moe_layer_freq", 1)
     return ExpertsShape(
-        num_experts=require_integer(config, "n_routed_experts", smallest=0),
+        num_experts=require_integer(config, _count_field(config), smallest=0),
         experts_per_token=0,
         intermediate_size=inner,
         normalizes_weights=False,
@@ -249,6 +255,11 @@ def _deepseek(config: Any) -> ExpertsShape:
         weight_scale=require_number(config, "routed_scaling_factor"),
         gates_shared_expert=False,
     )
+
+
+def _count_field(config: Any) -> str:
+    """Return the name of the field that has the number of experts."""
+    return "n_routed_experts" if hasattr(config, "n_routed_experts") else "num_experts"
 
 
 def _after_dense_layers(config: Any) -> frozenset[int]:
@@ -267,16 +278,18 @@ def _groups(config: Any, score: GroupScore) -> ExpertGroups | None:
     """Return the groups of experts; None if a token may choose among all experts."""
     if config.n_group is None:
         return None
-    count, chosen = require_divisor(config, "n_group", "n_routed_experts"), require_integer(config, "topk_group")
-    if chosen > count or (score == "two_best" and count > 1 and config.n_routed_experts < 2 * count):
+    field = _count_field(config)
+    count, chosen = require_divisor(config, "n_group", field), require_integer(config, "topk_group")
+    num_experts = require_integer(config, field)
+    if chosen > count or (score == "two_best" and count > 1 and num_experts < 2 * count):
         raise ModelLoadError(
-            f"topk_group={chosen} of n_group={count} groups of n_routed_experts={config.n_routed_experts} cannot be "
-            "chosen; correct config.json"
+            f"topk_group={chosen} of n_group={count} groups of {field}={num_experts} cannot be chosen; correct "
+            "config.json"
         )
-    if chosen * (config.n_routed_experts // count) < require_integer(config, "num_experts_per_tok"):
+    if chosen * (num_experts // count) < require_integer(config, "num_experts_per_tok"):
         raise ModelLoadError(
             f"num_experts_per_tok={config.num_experts_per_tok} is more than topk_group={chosen} of n_group={count} "
-            f"groups of n_routed_experts={config.n_routed_experts} have; correct config.json"
+            f"groups of {field}={num_experts} have; correct config.json"
         )
     return ExpertGroups(count=count, chosen=chosen, score=score) if chosen < count else None
 
@@ -301,6 +314,7 @@ _READERS: dict[ExpertsFormat, Callable[[Any], ExpertsShape]] = {
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
     "mistral4": _mistral4,
+    "kimi": _kimi,
 }
 
 

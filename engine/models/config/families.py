@@ -16,6 +16,7 @@ from engine.models.config.stored_names import (
     GEMMA4,
     GLM4,
     GRANITE_HYBRID,
+    KIMI_LINEAR,
     LFM2,
     MAMBA2,
     NEMOTRON_H,
@@ -38,9 +39,9 @@ __all__ = [
 NormPlacement = Literal["before", "after", "around"]  # of attention and feed-forward
 QKNorm = Literal["none", "head", "projection"]  # of queries and keys: none, over each head, over all heads together
 
-RecurrentKind = Literal["gated_delta", "mamba", "conv"]
+RecurrentKind = Literal["gated_delta", "kimi_delta", "mamba", "conv"]
 ExpertsFormat = Literal[
-    "qwen", "mixtral", "lfm2", "granite", "nemotron", "gemma4", "deepseek_v2", "deepseek_v3", "mistral4"
+    "qwen", "mixtral", "lfm2", "granite", "nemotron", "gemma4", "deepseek_v2", "deepseek_v3", "mistral4", "kimi"
 ]
 # optional: if the config's position_embedding_type says so; with_theta: if its RoPE parameters have a base
 HasRope = Literal["always", "optional", "with_theta", "never"]
@@ -284,6 +285,15 @@ ARCHITECTURES = {
     "Qwen3NextForCausalLM": replace(_QWEN_GATED_DELTA, experts="qwen"),
     "Qwen3_5ForCausalLM": _QWEN_GATED_DELTA,
     "Qwen3_5MoeForCausalLM": replace(_QWEN_GATED_DELTA, experts="qwen"),
+    "KimiLinearForCausalLM": Family(
+        output_bias=None,
+        stored_names=KIMI_LINEAR,
+        has_rope="never",
+        has_latents=True,
+        experts="kimi",
+        layer_types=_HYBRID,
+        recurrent="kimi_delta",
+    ),
     "GraniteMoeHybridForCausalLM": Family(
         qkv_bias=None,
         output_bias=None,

@@ -101,7 +101,7 @@ class LatentShape:
 
     def attention_scale(self, config: Any) -> float:
         """Return the factor of queries' products with keys; YaRN's for long contexts enters it squared."""
-        parameters, scale = config.rope_parameters or {}, float(self.head_dim**-0.5)
+        parameters, scale = getattr(config, "rope_parameters", None) or {}, float(self.head_dim**-0.5)
         amount = parameters.get("mscale_all_dim") or 0.0
         if parameters.get("rope_type", "default") == "default" or not amount or parameters["factor"] <= 1:
             return scale

@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from engine.errors import ModelLoadError, UnsupportedModelError, shown
-from engine.models.config.conv_shape import ConvShape
 from engine.models.config.families import Family
-from engine.models.config.gated_delta_shape import GatedDeltaShape
-from engine.models.config.mamba_shape import MambaShape
+from engine.models.config.recurrent.conv_shape import ConvShape
+from engine.models.config.recurrent.gated_delta_shape import GatedDeltaShape
+from engine.models.config.recurrent.kimi_delta_shape import KimiDeltaShape
+from engine.models.config.recurrent.mamba_shape import MambaShape
 
 __all__ = ["Mixer", "RecurrentShape", "layer_types", "read_mixers", "read_recurrent"]
 
 Mixer = Literal["attention", "recurrent", "both", "none"]  # both: side by side, their outputs are added
-RecurrentShape = GatedDeltaShape | MambaShape | ConvShape
+RecurrentShape = GatedDeltaShape | KimiDeltaShape | MambaShape | ConvShape
 
 _MIXERS: dict[str, Mixer] = {
     "full_attention": "attention",
@@ -25,7 +26,12 @@ _MIXERS: dict[str, Mixer] = {
     "moe": "none",
     "mlp": "none",
 }
-_SHAPES: dict[str, type[RecurrentShape]] = {"gated_delta": GatedDeltaShape, "mamba": MambaShape, "conv": ConvShape}
+_SHAPES: dict[str, type[RecurrentShape]] = {
+    "gated_delta": GatedDeltaShape,
+    "kimi_delta": KimiDeltaShape,
+    "mamba": MambaShape,
+    "conv": ConvShape,
+}
 
 
 def layer_types(config: Any, family: Family) -> list[str] | None:

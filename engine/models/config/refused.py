@@ -8,6 +8,7 @@ _RECURRENT = "its recurrent layers are of a kind that is not computed"
 _CONVOLUTIONAL = "its convolutional layers are of a kind that is not computed"
 _TWO_LATENTS = "each of its layers has two latent attentions, and experts that compute nothing"
 _LATENT = "no test has compared its latent attention with transformers"
+_KIMI_K3 = "its text part is not Kimi Linear: latent attention has gates, layers add earlier ones, and SiTU is for SiLU"
 _INDEXED = "its sparse attention chooses keys by an index of its own, which the KV cache does not hold"
 _CHUNKED = "its chunked attention is not computed by the attention backends"
 _ENCODER = "it is an encoder, or needs one"
@@ -22,7 +23,6 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
         "BailingHybridForCausalLM",
         "FalconMambaForCausalLM",
         "JambaForCausalLM",
-        "KimiLinearForCausalLM",
         "LaraMiniForCausalLM",
         "MambaForCausalLM",
         "MiniMaxForCausalLM",
@@ -41,6 +41,7 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
     ),
     _LATENT: ("AXK1ForCausalLM",),
     _TWO_LATENTS: ("LongcatFlashForCausalLM",),
+    _KIMI_K3: ("KimiK3ForConditionalGeneration",),
     _INDEXED: (
         "AXK2ForCausalLM",
         "DeepseekV4ForCausalLM",
@@ -171,7 +172,6 @@ REFUSED_TEXT_PARTS = {
     "Inkling2ForConditionalGeneration": "Inkling2ForCausalLM",
     "Inkling2LoopForConditionalGeneration": "Inkling2LoopForCausalLM",
     "InklingForConditionalGeneration": "InklingForCausalLM",
-    "KimiK3ForConditionalGeneration": "KimiLinearForCausalLM",
     "Lfm3VlForConditionalGeneration": "Lfm3ForCausalLM",
     "Llama4ForConditionalGeneration": "Llama4ForCausalLM",
     "MiniMaxM3SparseForConditionalGeneration": "MiniMaxM3VLForCausalLM",

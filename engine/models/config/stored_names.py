@@ -15,6 +15,7 @@ __all__ = [
     "GEMMA4",
     "GLM4",
     "GRANITE_HYBRID",
+    "KIMI_LINEAR",
     "LFM2",
     "MAMBA2",
     "NEMOTRON_H",
@@ -65,6 +66,7 @@ LFM2 = {
     "mlp.experts.down_proj": "feed_forward.experts.down_proj",  # of all experts, in one tensor
 }
 DEEPSEEK = {"mlp.shared_expert": "mlp.shared_experts", "mlp.expert_bias": "mlp.gate.e_score_correction_bias"}
+KIMI_LINEAR = DEEPSEEK | {"recurrent": "self_attn", "out_proj": "o_proj", "gated_norm": "o_norm"}
 QWEN_GATED_DELTA = {"recurrent": "linear_attn", "conv": "conv1d", "gated_norm": "norm"}
 OLMO_HYBRID = OLMO | {"recurrent": "linear_attn", "out_proj": "o_proj", "gated_norm": "o_norm"}
 _MAMBA = {"recurrent": "mamba", "conv": "conv1d", "gated_norm": "norm"}

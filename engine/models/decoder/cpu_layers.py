@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from engine.models.config.conv_shape import ConvShape
 from engine.models.config.experts_shape import ExpertsShape
-from engine.models.config.gated_delta_shape import GatedDeltaShape
-from engine.models.config.mamba_shape import MambaShape
 from engine.models.config.mixers import RecurrentShape
 from engine.models.config.model_config import ModelConfig
+from engine.models.config.recurrent.conv_shape import ConvShape
+from engine.models.config.recurrent.gated_delta_shape import GatedDeltaShape
+from engine.models.config.recurrent.kimi_delta_shape import KimiDeltaShape
+from engine.models.config.recurrent.mamba_shape import MambaShape
 from kernels.cpu.experts import ExpertSizes, PackedExperts
 from kernels.cpu.layer import LayerShape, PackedLayer
 from kernels.cpu.linear import PackedLinear, WeightKind
@@ -144,6 +145,7 @@ def _recurrent_sizes(shape: RecurrentShape, config: ModelConfig) -> RecurrentSiz
                 norm_eps=shape.norm_eps,
                 largest_beta=shape.largest_beta,
             )
+    assert not isinstance(shape, KimiDeltaShape), "no C kernel computes the layers beside it"
     return _mamba_sizes(shape, config)
 
 

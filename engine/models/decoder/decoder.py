@@ -22,7 +22,7 @@ from engine.models.decoder.latent_attention import LatentAttention
 from engine.models.decoder.norms import RMSNorm, norm_if
 from engine.models.decoder.parallel_layers import VocabParallelEmbedding
 from engine.models.decoder.per_layer_inputs import PerLayerInput, PerLayerInputs
-from engine.models.decoder.recurrent import RecurrentLayer, recurrent_layer
+from engine.models.decoder.recurrent.layer import RecurrentLayer, recurrent_layer
 from engine.models.tensor_parallel import TensorParallel
 from kernels.layer_ops.base import Addend, LayerOps, Rotation
 from kernels.recurrent.base import RecurrentOps

@@ -89,7 +89,6 @@ class LatentAttention(nn.Module):
 
     def forward(self, hidden: torch.Tensor, rotation: Rotation | None, context: ForwardContext) -> torch.Tensor:
         """Map ``hidden`` [num_tokens, hidden_size] to the same shape; first stores its latents."""
-        assert rotation is not None
         (latents,) = context.kv_cache.layers[self.cache]
         metadata = context.metadata
         query, latent = self.qkv_a_proj(hidden).split((self.query_width, latents.shape[2]), dim=1)
@@ -100,6 +99,7 @@ class LatentAttention(nn.Module):
             query = self.q_b_proj(query)
         by_head = query.unflatten(1, (self.num_heads, -1))
         if self.shape.query_growth is not None:
+            assert rotation is not None
             by_head = by_head * _growth(self.shape.query_growth, rotation.positions).to(by_head.dtype)
         query = hidden.new_empty(len(hidden), self.num_heads, latents.shape[2])
         self.kv_b_proj.to_latents(by_head[..., : self.shape.nope_dim], query[..., : self.shape.rank])

@@ -45,8 +45,8 @@ def rotate_and_store_latents_kernel(
     rotated,  # [num_tokens, NUM_HEADS, ROPE_DIM]
     latent,  # [num_tokens, RANK + ROPE_DIM]
     weight,  # [RANK]
-    table,  # float32 [length, 2, ROPE_DIM // 2]
-    positions,  # int64 [num_tokens]
+    table,  # float32 [length, 2, ROPE_DIM // 2]; None: nothing is rotated
+    positions,  # int64 [num_tokens], or None
     slot_mapping,  # int64 [num_tokens]
     rotated_token_stride,
     rotated_head_stride,
@@ -64,9 +64,11 @@ def rotate_and_store_latents_kernel(
     half: tl.constexpr = ROPE_DIM // 2
     width: tl.constexpr = RANK + ROPE_DIM
     element = tl.arange(0, HALF_PADDED)[None, :]
-    angles = table + tl.load(positions + token) * ROPE_DIM + element
-    cos = tl.load(angles, mask=element < half, other=0.0)
-    sin = tl.load(angles + half, mask=element < half, other=0.0)
+    cos, sin = tl.full([1, HALF_PADDED], 1.0, tl.float32), tl.zeros([1, HALF_PADDED], tl.float32)
+    if table is not None:
+        angles = table + tl.load(positions + token) * ROPE_DIM + element
+        cos = tl.load(angles, mask=element < half, other=0.0)
+        sin = tl.load(angles + half, mask=element < half, other=0.0)
     _rotate_rows(
         query + token * (NUM_HEADS * width) + RANK,
         rotated + token * rotated_token_stride,

@@ -112,7 +112,7 @@ class TritonOps(LayerOps):
         rotated: torch.Tensor,
         latent: torch.Tensor,
         norm: Norm,
-        rotation: Rotation,
+        rotation: Rotation | None,
         cache: LatentCache,
     ) -> None:
         num_tokens, num_heads, rope_dim = rotated.shape
@@ -131,8 +131,8 @@ class TritonOps(LayerOps):
             rotated,
             latent,
             norm.weight,
-            rotation.table,
-            rotation.positions,
+            None if rotation is None else rotation.table,
+            None if rotation is None else rotation.positions,
             cache.slot_mapping,
             *rotated.stride()[:2],
             latent.stride(0),

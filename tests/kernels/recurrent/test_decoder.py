@@ -29,7 +29,9 @@ def load(path: str, ops: RecurrentOps, monkeypatch: pytest.MonkeyPatch) -> Decod
     return model
 
 
-@pytest.mark.parametrize("family", ["lfm2-biases", "qwen3-next", "falcon-h1-norm"])
+@pytest.mark.parametrize(
+    "family", ["lfm2-biases", "qwen3-next", pytest.param("kimi-linear", marks=pytest.mark.long), "falcon-h1-norm"]
+)
 def test_models_compute_the_same_with_the_triton_kernels(
     family: str, kernel_device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,6 +45,7 @@ TEXT_CHECKPOINTS = {
     "ArceeForCausalLM": "AFM-4.5B",
     "Qwen3NextForCausalLM": "Qwen3-Next-80B-A3B-Instruct, Qwen3-Next-80B-A3B-Thinking, Qwen3-Coder-Next",
     "NemotronHForCausalLM": "NVIDIA-Nemotron-3-Nano-30B-A3B, NVIDIA-Nemotron-3-Super-120B-A12B, Nemotron-H-56B",
+    "KimiLinearForCausalLM": "Kimi-Linear-48B-A3B-Base, Kimi-Linear-48B-A3B-Instruct",
     "GraniteMoeHybridForCausalLM": "granite-4.0-h-small, granite-4.0-h-tiny, granite-4.0-h-micro, granite-4.0-micro",
     "DeepseekV2ForCausalLM": "DeepSeek-V2, DeepSeek-V2-Lite, DeepSeek-Coder-V2-Lite-Instruct",
     "DeepseekV3ForCausalLM": "DeepSeek-V3, DeepSeek-R1, DeepSeek-V3.1, Kimi-K2-Instruct, Kimi-K2-Thinking",

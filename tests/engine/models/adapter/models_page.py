@@ -71,7 +71,8 @@ Of models with latent attention (MLA) the cache keeps one vector for each token,
 Attention multiplies queries with these vectors ("absorbed") in prompts and answers alike, so that a token's bits do not
 depend on how its prompt was cut. Logits, tokens, beams, swapped requests and ranks are compared as above
 (`tests/engine/models/decoder/latent/`). Ranks divide the heads; each keeps the vectors of all tokens. These
-models run on a CPU only, as torch's operators; int8 and bit-identical answers in any batch are for the other families.
+models, Kimi Linear among them, run on a CPU only, as torch's operators; int8 and bit-identical answers in any batch are
+for the other families.
 
 Of models with sparse latent attention (DSA: DeepSeek V3.2, GLM-5) a layer's indexer scores the tokens of the context,
 and attention reads the `index_topk` best ones; of equal scores those of earlier tokens. The indexer's keys are one more
@@ -263,12 +264,19 @@ def _own_row(architecture: str, names: list[str]) -> str:
     options = [_own_options(name) for name in names]
     windows = [option.get("sliding_window") for option in options] + [name for name in names if name in WINDOWED]
     family = ARCHITECTURES[architecture]
-    recurrent = {"gated_delta": "gated delta nets", "mamba": "Mamba 2 layers", "conv": "short convolutions"}
+    recurrent = {
+        "gated_delta": "gated delta nets",
+        "kimi_delta": "Kimi delta attention",
+        "mamba": "Mamba 2 layers",
+        "conv": "short convolutions",
+    }
     features = {
         recurrent.get(family.recurrent or "", ""): family.recurrent is not None,
         "latent attention": family.has_latents and family.index_rotation is None,
         "sparse latent attention": family.index_rotation is not None,
-        "full attention": family.recurrent is not None and family.layer_types != ("linear_attention",),
+        "full attention": family.recurrent is not None
+        and "full_attention" in family.layer_types
+        and not family.has_latents,
         "sliding windows": any(windows),
         "soft-caps": family.caps_attention,
         "experts": family.has_experts,

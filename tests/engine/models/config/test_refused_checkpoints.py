@@ -41,7 +41,7 @@ PUBLISHED: dict[str, tuple[str, str, dict[str, Any], str]] = {
         f"{NO_CLASS}; give the version for transformers' own classes, whose name ends with -hf",
     ),
     "Kimi-VL-A3B": ("KimiVLForConditionalGeneration", "kimi_vl", OWN_CODE, NO_CLASS),
-    "Kimi-K3": ("KimiK3ForConditionalGeneration", "kimi_k3", OWN_CODE, part("KimiLinearForCausalLM", RECURRENT)),
+    "Kimi-K3": ("KimiK3ForConditionalGeneration", "kimi_k3", OWN_CODE, "its text part is not Kimi Linear"),
     "Llama-3_3-Nemotron-Super-49B": ("DeciLMForCausalLM", "nemotron-nas", OWN_CODE, NO_CLASS),
     "Llama-4-Scout-17B-16E": (
         "Llama4ForConditionalGeneration",

@@ -30,6 +30,12 @@ def make_sequences() -> list[torch.Tensor]:
     return [torch.randint(3, 385, (length,), generator=generator) for length in LENGTHS]
 
 
+_PLAIN = {
+    "torch_chunk_gated_delta_rule": "torch_recurrent_gated_delta_rule",
+    "chunk_kimi_delta_attention": "recurrent_kimi_delta_attention",
+}
+
+
 @dataclass
 class Saved:
     """A model of transformers, and the directory that it was saved to."""
@@ -42,8 +48,9 @@ class Saved:
         """transformers' logits of the sequences by its plain recurrences, [length, vocab_size] each."""
         module = sys.modules[type(self.model).__module__]
         with torch.inference_mode(), pytest.MonkeyPatch.context() as patched:
-            if plain := getattr(module, "torch_recurrent_gated_delta_rule", None):
-                patched.setattr(module, "torch_chunk_gated_delta_rule", plain)
+            for chunked, plain in _PLAIN.items():
+                if hasattr(module, plain):
+                    patched.setattr(module, chunked, getattr(module, plain))
             return [self.model(tokens[None], use_cache=False).logits[0] for tokens in make_sequences()]
 
 

@@ -5,6 +5,7 @@ The keys name the published models whose features they have.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,36 @@ _GATED_DELTA: dict[str, Any] = {
 }
 _OLMO: dict[str, Any] = {name: value for name, value in _GATED_DELTA.items() if name != "head_dim"} | {
     "rope_parameters": {"rope_type": None, "rope_theta": None},  # as published
+}
+_KIMI: dict[str, Any] = {  # the fields of published checkpoints
+    "linear_attn_config": {
+        "full_attn_layers": [2],
+        "kda_layers": [1, 3, 4],
+        "head_dim": 16,
+        "num_heads": 4,
+        "short_conv_kernel_size": 4,
+    },
+    "head_dim": 24,
+    "kv_lora_rank": 24,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "mla_use_nope": True,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "num_experts": 8,
+    "num_experts_per_token": 3,
+    "num_shared_experts": 2,
+    "moe_intermediate_size": 40,
+    "moe_layer_freq": 1,
+    "moe_renormalize": True,
+    "moe_router_activation_func": "sigmoid",
+    "num_expert_group": 1,
+    "topk_group": 1,
+    "use_grouped_topk": True,
+    "num_nextn_predict_layers": 0,
+    "routed_scaling_factor": 2.446,
 }
 _QWEN_EXPERTS: dict[str, Any] = {
     "num_experts": 6,
@@ -114,6 +145,11 @@ RECURRENT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "linear_allow_neg_eigval": False}
         | {"attention_bias": True, "tie_word_embeddings": True},
     ),
+    "kimi-linear": ("kimi_linear", _KIMI),
+    "kimi-linear-groups": (
+        "kimi_linear",
+        _KIMI | {"num_expert_group": 4, "topk_group": 2, "q_lora_rank": 20, "moe_renormalize": False},
+    ),
     "granite-4-h": ("granitemoehybrid", _GRANITE | {"tie_word_embeddings": True}),
     "granite-4-h-moe": (
         "granitemoehybrid",
@@ -144,8 +180,8 @@ RECURRENT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-# transformers' generate computes steps without the limits that a prompt's have; the second needs only its logits.
-_NOT_GENERATED = ("bamba-limits", "olmo-hybrid-rope")
+# transformers' generate computes steps without the limits that a prompt's have; of others the logits suffice.
+_NOT_GENERATED = ("bamba-limits", "olmo-hybrid-rope", "kimi-linear-groups")
 GENERATED = [name for name in RECURRENT_FAMILIES if name not in _NOT_GENERATED]
 
 
@@ -203,6 +239,8 @@ def save_recurrent_model(name: str, path: Path) -> tuple[PreTrainedModel, str]:
 def save_as_published(model: PreTrainedModel, path: Path) -> str:
     """Save a model with the names and tensors of published checkpoints, and return the path."""
     saved = save_checkpoint(model, path)
+    if model.config.model_type == "kimi_linear":
+        _write_config_of_kimi_linear(model.config, path / "config.json")
     if (as_published := _AS_PUBLISHED.get(model.config.model_type)) is not None:
         weights = model.state_dict()
         if model.config.tie_word_embeddings:
@@ -225,4 +263,30 @@ def _with_convolutions_apart(weights: Mapping[str, torch.Tensor]) -> dict[str, t
     return published
 
 
-_AS_PUBLISHED = {"olmo_hybrid": _with_convolutions_apart}
+def _kimi_linear(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    published = dict[str, torch.Tensor]()
+    for name, weight in _with_convolutions_apart(weights).items():
+        name = name.replace(".forget_gate.", ".")
+        if f"{name.partition('.mlp.')[0]}.mlp.gate.weight" in weights:
+            name = name.replace(".mlp.", ".block_sparse_moe.")
+        module, experts, matrix = name.partition(".experts.")
+        if not experts:
+            published[name] = weight
+            continue
+        for expert, own in enumerate(weight):
+            parts = {"w2": own} if matrix == "down_proj" else dict(zip(("w1", "w3"), own.chunk(2), strict=True))
+            published |= {f"{module}.experts.{expert}.{part}.weight": rows.clone() for part, rows in parts.items()}
+    return published
+
+
+def _write_config_of_kimi_linear(config: Any, file: Path) -> None:
+    """Write the fields of published checkpoints, whose names and lists of layers are others."""
+    fields = json.loads(file.read_text())
+    for name in ("layer_types", "mlp_layer_types", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim"):
+        del fields[name]
+    fields |= {"linear_attn_config": config.linear_attn_config, "rope_theta": 10000.0}
+    own_code = {"AutoConfig": "configuration_kimi.KimiLinearConfig"}
+    file.write_text(json.dumps(fields | {"auto_map": own_code}))
+
+
+_AS_PUBLISHED = {"olmo_hybrid": _with_convolutions_apart, "kimi_linear": _kimi_linear}

@@ -80,7 +80,9 @@ def test_rejected_drafts_leave_no_trace_in_states(
     assert drafts.num_accepted < drafts.num_drafted
 
 
-@pytest.mark.parametrize("name", few("lfm2-moe", "qwen3-next", "qwen3.5", "falcon-h1-norm", "nemotron-3-super"))
+@pytest.mark.parametrize(
+    "name", few("lfm2-moe", "qwen3-next", "qwen3.5", "kimi-linear", "falcon-h1-norm", "nemotron-3-super")
+)
 def test_two_ranks_share_a_model(saved: Callable[[str], Saved], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name in ("granite-4-h-moe", "olmo-hybrid"):
         pytest.skip("one group of heads is not divided, nor are norms over all heads")
@@ -97,6 +99,7 @@ def test_two_ranks_share_a_model(saved: Callable[[str], Saved], name: str, monke
     [
         ("granite-4-h-moe", 2, "divide the model's 1 groups of heads of Mamba layers; choose another size"),
         ("qwen3.5", 3, "divide the model's 4 attention heads; choose"),
+        ("kimi-linear", 3, "divide the model's 4 attention heads; choose"),
         ("mamba2", 3, "divide the model's 8 heads of Mamba layers"),
         ("lfm2", 8, "divide the model's 4 attention heads"),
     ],

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from engine.models.config.conv_shape import ConvShape
-from engine.models.config.gated_delta_shape import GatedDeltaShape
 from engine.models.config.model_config import ModelConfig
-from engine.models.decoder.gated_delta import GatedDeltaNet
-from engine.models.decoder.mamba import Mamba
-from engine.models.decoder.short_conv import ShortConv
+from engine.models.config.recurrent.conv_shape import ConvShape
+from engine.models.config.recurrent.gated_delta_shape import GatedDeltaShape
+from engine.models.config.recurrent.kimi_delta_shape import KimiDeltaShape
+from engine.models.decoder.recurrent.gated_delta import GatedDeltaNet
+from engine.models.decoder.recurrent.kimi_delta import KimiDeltaAttention
+from engine.models.decoder.recurrent.mamba import Mamba
+from engine.models.decoder.recurrent.short_conv import ShortConv
 from engine.models.tensor_parallel import TensorParallel
 from kernels.recurrent.base import RecurrentOps
 
 __all__ = ["RecurrentLayer", "recurrent_layer"]
 
-RecurrentLayer = GatedDeltaNet | Mamba | ShortConv
+RecurrentLayer = GatedDeltaNet | KimiDeltaAttention | Mamba | ShortConv
 
 
 def recurrent_layer(
@@ -27,6 +29,8 @@ def recurrent_layer(
     match shape:
         case GatedDeltaShape():
             return GatedDeltaNet(shape, config.hidden_size, cache, parallel, ops)
+        case KimiDeltaShape():
+            return KimiDeltaAttention(shape, config.hidden_size, cache, parallel, ops)
         case ConvShape():
             return ShortConv(shape, config.hidden_size, cache, parallel, ops)
     return Mamba(shape, config.hidden_size, config.rms_norm_eps, cache, parallel, ops)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from engine.models.config.conv_shape import ConvShape
-from engine.models.decoder.causal_conv import CausalConv
+from engine.models.config.recurrent.conv_shape import ConvShape
 from engine.models.decoder.forward_context import ForwardContext
 from engine.models.decoder.parallel_layers import RowParallelLinear
+from engine.models.decoder.recurrent.causal_conv import CausalConv
 from engine.models.tensor_parallel import TensorParallel
 from kernels.recurrent.base import RecurrentOps
 

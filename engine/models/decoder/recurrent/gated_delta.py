@@ -6,11 +6,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from engine.models.config.gated_delta_shape import GatedDeltaShape
-from engine.models.decoder.causal_conv import CausalConv
+from engine.models.config.recurrent.gated_delta_shape import GatedDeltaShape
 from engine.models.decoder.forward_context import ForwardContext
-from engine.models.decoder.gated_norm import GatedNorm
 from engine.models.decoder.parallel_layers import RowParallelLinear
+from engine.models.decoder.recurrent.causal_conv import CausalConv
+from engine.models.decoder.recurrent.gated_norm import GatedNorm
 from engine.models.tensor_parallel import TensorParallel
 from kernels.recurrent.base import RecurrentOps
 

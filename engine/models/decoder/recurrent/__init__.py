@@ -1,0 +1,1 @@
+"""Recurrent layers: gated delta nets, Kimi delta attention, Mamba 2 and short convolutions."""
