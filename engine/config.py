@@ -181,8 +181,9 @@ class EngineConfig:
         tensor_parallel_size: GPUs, or processes on a CPU, that share one model; all on this host.
         max_logprobs: most log-probabilities of a token that a request may ask for, in its answer or its prompt; -1 sets
             no limit, so that a request may ask for those of the whole vocabulary.
-        swap_space_gib: host memory in GiB, for the whole engine, that keeps the blocks of preempted requests, and those
-            that the prefix cache evicts. What does not fit is computed again.
+        swap_space_gib: host memory in GiB, for the whole engine, that keeps what preempted requests have in the KV
+            cache, and what the prefix cache evicts: blocks, pages of windows, states. What does not fit is computed
+            again.
         served_model_name: name of the model in metrics; None takes the path.
         step_timeout_s: seconds after which a step that does not end makes AsyncEngine.check_health() fail.
         seed: seed of the engine's generator, which gives each request without a seed its own.
@@ -289,3 +290,5 @@ class EngineInfo:
     windows: tuple[tuple[int, int], ...] = ()  # the sliding windows with pages of their own: tokens, and pages
     num_slots: int = 0  # for the states of sequences and their snapshots; 0: the model has no states
     num_snapshots: int = 0  # of these, slots that running sequences leave to snapshots
+    num_host_window_pages: tuple[int, ...] = ()  # of each window, pages of its host pool; empty: none
+    num_host_slots: int = 0  # of the host pool of states

@@ -55,10 +55,12 @@ class Sequence:
         "group",
         "has_failed",
         "has_plain_outputs",
+        "host_pages",
+        "host_slot",
         "host_table",
         "index",
         "is_single",
-        "kept_block",
+        "kept_snapshot",
         "logprobs",
         "max_total_tokens",
         "next_block_boundary",
@@ -104,12 +106,17 @@ class Sequence:
         self.num_pending = 0  # 1 while the step that samples its next token is in flight, else 0
         self.awaits_token = False  # it computes nothing until the host knows its pending token
         self.block_table: list[int] = []
-        self.host_table: list[int] = []  # its blocks in the host pool while it is swapped
+        # While it is swapped: its blocks, its pages of each window, and its state, all in their host pools.
+        self.host_table: list[int] = []
+        self.host_pages: list[list[int]] = []
+        self.host_slot = -1
         self.block_hashes: list[int] = []  # of the leading full blocks, computed on demand
         self.content_ids: list[int] = []  # content id of each published or matched block
         self.num_chained_tokens = 0  # cached when it started, in blocks of which it may use a part: where prompts part
         self.state_slot = -1  # of its states, while it runs; -1 if the model has none
-        self.kept_block = -1  # the block on which the snapshot of its answer hangs: see StateSlots.keep
+        self.kept_snapshot: tuple[int, int] | None = (
+            None  # that of its answer: its block and its id, see StateSlots.keep
+        )
         self.first_pages: list[int] = []  # for each window: the first block of the table whose page it holds
         self.cache_epoch = 0  # of the prefix cache when the sequence started; it publishes its blocks there only
         # BlockManager.allocate must be called when num_computed_tokens reaches this.

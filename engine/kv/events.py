@@ -15,7 +15,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["AllBlocksCleared", "BlockRemoved", "BlockStored", "KVEvent", "KVEventBatch", "StateRemoved", "StateStored"]
+__all__ = [
+    "AllBlocksCleared",
+    "BlockRemoved",
+    "BlockStored",
+    "EventLog",
+    "KVEvent",
+    "KVEventBatch",
+    "StateRemoved",
+    "StateStored",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,3 +70,25 @@ class KVEventBatch:
     run_id: int  # of the engine's run: another id means that the engine was restarted with an empty cache
     number: int  # within the run, from 0, without gaps
     events: tuple[KVEvent, ...]
+
+
+class EventLog:
+    """Collects events in order.
+
+    Args:
+        enabled: False: ``record`` does nothing.
+    """
+
+    def __init__(self, *, enabled: bool) -> None:
+        self._enabled = enabled
+        self._events: list[KVEvent] = []
+
+    def record(self, event: KVEvent) -> None:
+        """Add an event."""
+        if self._enabled:
+            self._events.append(event)
+
+    def take(self) -> tuple[KVEvent, ...]:
+        """Return the events since the last call."""
+        events, self._events = tuple(self._events), []
+        return events

@@ -70,12 +70,14 @@ class KVCache:
 
         blocks = _shapes(layers, None, block_size)
         self.blocks = pages("KV block", blocks, sizes.num_blocks, num_host_pages=sizes.num_host_blocks)
+        on_host = sizes.num_host_window_pages or (0,) * len(sizes.num_window_pages)
         self.windows = {
-            window: pages("KV page", _shapes(layers, window, block_size), count)
-            for window, count in zip(windows_of(layers), sizes.num_window_pages, strict=True)
+            window: pages("KV page", _shapes(layers, window, block_size), count, num_host_pages=num_on_host)
+            for window, count, num_on_host in zip(windows_of(layers), sizes.num_window_pages, on_host, strict=True)
         }
         states = [shape for layer in layers if isinstance(layer, State) for shape in layer.shapes]
-        self.slots = pages("state slot", states, sizes.num_slots, dtype=torch.float32)
+        options = {"dtype": torch.float32, "num_host_pages": sizes.num_host_slots}
+        self.slots = pages("state slot", states, sizes.num_slots, **options)
         own = list(self._tensors(layers))
         self.layers = [own[layer.index if isinstance(layer, SharedWith) else i] for i, layer in enumerate(layers)]
         self._prefaulter = None

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 import torch
 
 from engine.errors import ConfigError, KVCacheError
+from engine.kv.page_copies import PageCopies
 from engine.kv.pinned_memory import pinned_zeros, unpin
 from kernels.cpu.memory import huge_zeros
 from kernels.device_copy import to_device
@@ -93,6 +94,19 @@ class PageMemory:
     def num_host_bytes(self) -> int:
         """Bytes of the host pool."""
         return self.num_host_pages * self.bytes_per_page
+
+    def make(self, copies: PageCopies) -> None:
+        """Make the copies of a step, in their order.
+
+        Raises:
+            KVCacheError: as the three methods.
+        """
+        if copies.swap_out:
+            self.swap_out(copies.swap_out)
+        if copies.swap_in:
+            self.swap_in(copies.swap_in)
+        if copies.on_device:
+            self.copy(copies.on_device)
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Copy pages ``(source, target)`` on the device, as if all at the same time.

@@ -12,7 +12,7 @@ holds cached prefixes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.kv.layer_cache import LayerCache, bytes_per_state, bytes_per_token, windows_of
 
@@ -31,6 +31,8 @@ class PoolSizes:
         num_window_pages: of each window, ascending.
         num_slots: states of sequences, and snapshots of them.
         num_snapshots: slots that running sequences leave to snapshots.
+        num_host_window_pages: of each window, of its host pool; empty: none.
+        num_host_slots: of the host pool of states.
     """
 
     num_blocks: int
@@ -38,6 +40,8 @@ class PoolSizes:
     num_window_pages: tuple[int, ...] = ()
     num_slots: int = 0
     num_snapshots: int = 0
+    num_host_window_pages: tuple[int, ...] = ()
+    num_host_slots: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +140,23 @@ class PageSizes:
             num_slots=num_slots,
             num_snapshots=snapshots_left(num_slots, num_snapshots),
         )
+
+    def with_host(self, pools: PoolSizes, memory: int, *, num_tokens: int, num_snapshots: int) -> PoolSizes:
+        """Return ``pools`` with host pools, into which ``memory`` bytes are divided as on the device.
+
+        Args:
+            num_tokens: of a sequence, a typical one, or shorter if the memory does not hold that.
+            num_snapshots: of each sequence.
+        """
+        while memory < self.bytes_of_sequence(num_tokens, num_snapshots) and num_tokens > 1:
+            num_tokens //= 2
+        num_seqs = memory / self.bytes_of_sequence(num_tokens, num_snapshots)
+        num_slots = int(num_seqs * (1 + num_snapshots)) if self.slot else 0
+        pages = tuple(int(num_seqs * count) for count in self.window_pages(num_tokens))
+        num_blocks = min(int(num_seqs * -(-num_tokens // self.block_size)), _MAX_EMPTY_BLOCKS)
+        if self.block:
+            num_blocks = (memory - self.num_bytes(PoolSizes(0, 0, pages, num_slots))) // self.block
+        return replace(pools, num_host_blocks=num_blocks, num_host_window_pages=pages, num_host_slots=num_slots)
 
     def _divide_evenly(self, memory: int, num_tokens: int, num_snapshots: int) -> PoolSizes:
         """Divide ``memory`` for one sequence or more, with as many pages of each window as blocks."""

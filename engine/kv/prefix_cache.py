@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.kv.block_pool import Block, BlockPool
-from engine.kv.block_store import BlockStore
-from engine.kv.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from engine.kv.events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog
+from engine.kv.host.block_store import BlockStore
 from engine.prefix_hash import BYTES_PER_TOKEN, pack_tokens, packed_block_hash
 from engine.sequence import Sequence
 
@@ -38,8 +38,8 @@ __all__ = ["Attachments", "PrefixCache", "PrefixMatch"]
 class PrefixMatch:
     """The cached blocks that hold the first ``num_tokens`` tokens of a sequence: on the device, then in the store.
 
-    The first ``num_resumed`` tokens need not be computed again; they are fewer where states must be. ``num_chained``
-    tokens are cached in a chain of blocks, of which the match may be a part.
+    The first ``num_resumed`` tokens need not be computed again: all but the last one of the sequence, or fewer where
+    states must be. ``num_chained`` tokens are cached in a chain of blocks, of which the match may be a part.
     """
 
     blocks: tuple[Block, ...] = ()
@@ -58,6 +58,14 @@ class PrefixMatch:
         """Blocks that are no longer free when a sequence uses the match: cached ones, and those for the pages."""
         return sum(block.ref_count == 0 for block in self.blocks) + len(self.pages)
 
+    def block(self, index: int) -> Block:
+        """Return the block of the device, or the page of the store, that holds block ``index`` of the sequence."""
+        return self.blocks[index] if index < len(self.blocks) else self.pages[index - len(self.blocks)]
+
+    def block_id(self, index: int) -> int:
+        """Return the id of block ``index`` on the device; -1 if only the store has it."""
+        return self.blocks[index].block_id if index < len(self.blocks) else -1
+
 
 class Attachments(Protocol):
     """What hangs on the blocks of the chain beside the keys and values of layers that attend to everything."""
@@ -65,8 +73,14 @@ class Attachments(Protocol):
     def move(self, source: Block, target: Block) -> None:
         """``target`` is published instead of ``source``, with the same tokens."""
 
+    def evict(self, block: Block) -> None:
+        """The block moves to the store."""
+
     def detach(self, block_id: int) -> None:
-        """The block is no longer published."""
+        """The block of the device is no longer published."""
+
+    def lose(self, block_hash: int) -> None:
+        """Neither the device nor the store holds a block with this hash any more, or it has other content."""
 
     def clear(self) -> None:
         """No block is published any more."""
@@ -79,12 +93,13 @@ class PrefixCache:
         pool: the blocks.
         block_size: tokens per block.
         store: keeps evicted blocks.
-        record_events: collect what is published and removed, for ``take_events``.
+        record_events: collect what is published and removed.
 
     Attributes:
         epoch: how often the cache was reset; what a sequence of an earlier epoch computes is not published.
         num_evicted: cached blocks that left the device because a sequence needed a block.
         attachments: called when something happens to the blocks that they hang on.
+        events: what was published and removed.
     """
 
     def __init__(self, pool: BlockPool, block_size: int, store: BlockStore, *, record_events: bool = False) -> None:
@@ -97,7 +112,7 @@ class PrefixCache:
         store.on_removed = self._lost_by_store
         self._by_hash: dict[int, Block] = {}
         self._next_content_id = 0
-        self._events: list[KVEvent] | None = [] if record_events else None
+        self.events = EventLog(enabled=record_events)
 
     def match(self, sequence: Sequence) -> PrefixMatch:
         """Return the longest chain of cached blocks that the sequence's tokens begin with. Changes nothing."""
@@ -105,7 +120,9 @@ class PrefixCache:
         parent = blocks[-1].content_id if blocks else sequence.cache_key
         pages = self._chain(sequence, len(blocks), parent, self._lookup_page)
         num_tokens = (len(blocks) + len(pages)) * self._block_size
-        return PrefixMatch(tuple(blocks), tuple(pages), num_tokens, num_tokens, num_tokens)
+        return PrefixMatch(
+            tuple(blocks), tuple(pages), num_tokens, min(num_tokens, sequence.num_tokens - 1), num_tokens
+        )
 
     def _chain(
         self, sequence: Sequence, first: int, parent: int | str, lookup: Callable[[int], Block | None]
@@ -190,18 +207,27 @@ class PrefixCache:
     def load(self, page: Block, block: Block) -> Block:
         """Copy a held page of the store to a block of the device in this step; publish the block and return it."""
         assert page.block_hash is not None
-        self._store.load(page, block)
+        self._store.load(page, block.block_id)
         block.copy_content(page)
         self._by_hash[page.block_hash] = block
         return block
 
+    def take_block(self) -> Block:
+        """Allocate a block; if all free blocks are cached, one of them is evicted."""
+        if self._pool.must_evict:
+            self.evict()
+        return self._pool.take()
+
     def evict(self) -> None:
         """Move the least recently used cached block to the store, or drop it, so that the pool can allocate it."""
         block = self._pool.least_recently_used
-        is_stored = self._store.store(block)
+        is_stored = self._store.store(block, block.block_id)
+        if is_stored:
+            for attached in self.attachments:
+                attached.evict(block)
         block_hash = self._forget(block)
         if not is_stored:
-            self._record(BlockRemoved(block_hash))
+            self._report_lost(block_hash)
         self.num_evicted += 1
 
     def reset(self) -> None:
@@ -218,14 +244,7 @@ class PrefixCache:
         for attached in self.attachments:
             attached.clear()
         self._store.clear()
-        self._record(AllBlocksCleared())
-
-    def take_events(self) -> tuple[KVEvent, ...]:
-        """Return what was published and removed since the last call, in order."""
-        if not self._events:
-            return ()
-        events, self._events = tuple(self._events), []
-        return events
+        self.events.record(AllBlocksCleared())
 
     def _publish_block(self, block: Block, block_hash: int, token_bytes: bytes, parent: int | str) -> None:
         self._by_hash[block_hash] = block
@@ -237,8 +256,7 @@ class PrefixCache:
             self._lose(block_hash)
         block.block_hash, block.token_bytes, block.parent = block_hash, token_bytes, parent
         block.content_id, self._next_content_id = self._next_content_id, self._next_content_id + 1
-        if self._events is not None:
-            self._events.append(BlockStored(block_hash))
+        self.events.record(BlockStored(block_hash))
 
     def _publish_instead(self, block: Block, unused: Block) -> Block:
         """Publish a block in use instead of an unused one with the same content; return it.
@@ -271,15 +289,17 @@ class PrefixCache:
     def _lose(self, block_hash: int) -> None:
         """Forget a hash whose content was replaced."""
         self._store.discard(block_hash)
-        self._record(BlockRemoved(block_hash))
+        self._report_lost(block_hash)
 
     def _lost_by_store(self, block_hash: int) -> None:
         if block_hash not in self._by_hash:
-            self._record(BlockRemoved(block_hash))
+            self._report_lost(block_hash)
 
-    def _record(self, event: KVEvent) -> None:
-        if self._events is not None:
-            self._events.append(event)
+    def _report_lost(self, block_hash: int) -> None:
+        """Report that neither the device nor the store has a block any more."""
+        for attached in self.attachments:
+            attached.lose(block_hash)
+        self.events.record(BlockRemoved(block_hash))
 
     def check_integrity(self) -> None:
         """Assert that hash -> block and block -> hash are inverse, and that the store holds the same content."""

@@ -6,12 +6,11 @@ These functions join the chain of blocks with what hangs on it: the pages of win
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 
+from engine.kv.attachments.state_slots import StateSlots
+from engine.kv.attachments.window_pages import WindowPages
 from engine.kv.block_pool import BlockPool
 from engine.kv.prefix_cache import PrefixCache, PrefixMatch
-from engine.kv.state_slots import StateSlots
-from engine.kv.window_pages import WindowPages
 from engine.sequence import Sequence
 
 __all__ = ["leave_snapshot", "plan_snapshots", "resumable"]
@@ -26,22 +25,28 @@ def resumable(
 ) -> PrefixMatch:
     """Return the match with the tokens that need not be computed again.
 
-    They end where every window has the pages within reach, and at a snapshot if there are states. Blocks after them are
-    computed again, but need no memory of their own, unless windows would lack their pages.
+    They end where every window has the pages within reach, and at a snapshot if there are states: on the device, or in
+    the store of each. Blocks of the device after them are computed again, but need no memory of their own, unless
+    windows would lack their pages.
     """
-    last_position, num_blocks, before = sequence.num_tokens - 1, len(match.blocks), -1
+    last_position, num_blocks, before = sequence.num_tokens - 1, match.num_blocks, -1
     if states is not None:
         num_blocks = min(num_blocks, last_position // block_size)  # the last token must still be computed
     while num_blocks != before:
         before = num_blocks
         for window in windows:
-            num_blocks = window.num_resumable(match.blocks, num_blocks, last_position)
-        while states is not None and num_blocks and not states.has_snapshot(match.blocks[num_blocks - 1]):
+            num_blocks = window.num_resumable(match, num_blocks, last_position)
+        while states is not None and num_blocks and not states.has_snapshot(match, num_blocks - 1):
             num_blocks -= 1
-    num_resumed = num_blocks * block_size
-    if windows:
-        return PrefixMatch(match.blocks[:num_blocks], (), num_resumed, num_resumed, match.num_chained)
-    return replace(match, num_resumed=num_resumed)
+    num_on_device = min(num_blocks, len(match.blocks)) if windows else len(match.blocks)
+    blocks, pages = match.blocks[:num_on_device], match.pages[: max(0, num_blocks - len(match.blocks))]
+    return PrefixMatch(
+        blocks,
+        pages,
+        num_tokens=(len(blocks) + len(pages)) * block_size,
+        num_resumed=min(num_blocks * block_size, last_position),
+        num_chained=match.num_chained,
+    )
 
 
 def plan_snapshots(
@@ -62,13 +67,13 @@ def plan_snapshots(
 
 def leave_snapshot(sequence: Sequence, states: StateSlots, chain: PrefixCache, pool: BlockPool) -> None:
     """Free a sequence's state; the snapshot of its answer stays, if the block that it hangs on is published."""
-    if sequence.kept_block >= 0:
-        block = pool.blocks[sequence.kept_block]
+    if (kept_block := states.kept_block(sequence)) is not None:
+        block = pool.blocks[kept_block]
         if block.block_hash is None:
-            holder = chain.holder(sequence, sequence.block_table.index(sequence.kept_block))
+            holder = chain.holder(sequence, sequence.block_table.index(kept_block))
             if holder is None:
-                states.detach(block.block_id)
+                states.snapshots.detach(kept_block)
             else:
-                states.move(block, holder)
-        sequence.kept_block = -1
+                states.snapshots.move(block, holder)
+    sequence.kept_snapshot = None
     states.release(sequence)

@@ -35,9 +35,9 @@ class KVEventReporter(EngineObserver):
         self._report()
 
     def _report(self) -> None:
-        events, states = self._block_manager.prefix_cache.take_events(), self._block_manager.states
+        events, states = self._block_manager.prefix_cache.events.take(), self._block_manager.states
         if states is not None:
-            events += states.events.take()
+            events += states.snapshots.events.take()
         if events:
             self._callback(KVEventBatch(self._run_id, self._num_batches, events))
             self._num_batches += 1

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from engine.kv.block_manager import BlockManager
 from engine.kv.growth import Growth
 from engine.kv.pool_sizes import pages_in_reach
+from engine.kv.swapping import num_blocks_to_swap_in, swap_in
 from engine.scheduling.group_plan import plan_group
 from engine.scheduling.request_queues import RequestQueues
 from engine.scheduling.step_builder import StepBuilder
@@ -55,7 +56,7 @@ class Admission:
             if group.num_slots > num_slots or not self._has_blocks(group, reserve):
                 return
             if group.status is SequenceStatus.SWAPPED:
-                blocks.swap_in(group.unfinished)
+                swap_in(blocks, group.unfinished)
             growths = plan_group(group.unfinished, step.max_chunk(group.num_slots), blocks)
             if not blocks.can_grow(growths):
                 # Colliding hashes made blocks_to_start() too small. A waiting group waits until it runs alone: then its
@@ -138,7 +139,7 @@ def blocks_to_start(group: SequenceGroup, block_manager: BlockManager) -> int:
     """Return how many free blocks all known tokens of a group need; blocks that its sequences share count once."""
     members, size = group.unfinished, block_manager.block_size
     if group.status is SequenceStatus.SWAPPED:
-        return block_manager.num_blocks_to_swap_in(members)
+        return num_blocks_to_swap_in(block_manager, members)
     if len(members) == 1:
         match = block_manager.match_prefix(members[0])
         return block_manager.num_blocks_for(members[0].num_tokens) - match.num_blocks + match.num_free_taken

@@ -35,7 +35,7 @@ def plan_group(members: list[Sequence], max_chunk: int, block_manager: BlockMana
     others_can_decode = all(member is prefill or _can_decode(member) for member in members)
     is_search = prefill.group.beams is not None
     match = None if prefill.block_table else block_manager.match_prefix(prefill)
-    start = prefill.num_computed_tokens if match is None else min(match.num_resumed, prefill.num_tokens - 1)
+    start = prefill.num_computed_tokens if match is None else match.num_resumed
     target = prefill.num_tokens - (is_search and not others_can_decode)  # a beam's last token waits for other prefills
     end = min(target, start + max_chunk)
     others_wait = is_search and end < prefill.num_tokens

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from weakref import WeakKeyDictionary
 
+from engine.kv.swapping import can_swap_out, swap_out
 from engine.scheduling.request_queues import RequestQueues
 from engine.scheduling.step_builder import StepBuilder
 from engine.sequence import Sequence, SequenceGroup, SequenceStatus
@@ -46,8 +47,8 @@ class Preemption:
         group = members[0].group
         if not self._queues.running and self._is_stuck(group):
             members = self._drop(members, step)
-        if self._blocks.can_swap_out(members):
-            self._blocks.swap_out(members)
+        if can_swap_out(self._blocks, members):
+            swap_out(self._blocks, members)
             self._set_status(members, SequenceStatus.SWAPPED)
         else:
             for sequence in members:

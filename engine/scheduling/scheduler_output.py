@@ -9,8 +9,8 @@ from collections.abc import Sequence as GenericSequence
 from dataclasses import dataclass, field
 
 from engine.beam_search import Candidates
-from engine.kv.host_pool import BlockPair
-from engine.kv.window_pages import PageChanges
+from engine.kv.attachments.window_pages import PageChanges
+from engine.kv.page_copies import PageCopies
 from engine.outputs import TokenLogprobs
 from engine.sequence import Sequence, SequenceGroup
 
@@ -19,7 +19,7 @@ __all__ = ["SampledTokens", "SchedulerOutput", "StepTimes"]
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """The batch of one step. The runner first copies blocks: swap-outs, then swap-ins, then block copies."""
+    """The batch of one step. The runner first copies blocks, pages of windows and states."""
 
     sequences: list[Sequence] = field(default_factory=list)  # in batch order
     num_new_tokens: list[int] = field(default_factory=list)  # tokens that each computes, from num_computed_tokens on
@@ -29,15 +29,12 @@ class SchedulerOutput:
     sampling: list[Sequence] = field(default_factory=list)  # the sequences that sample a token
     logit_indices: GenericSequence[int] = ()  # for each of ``sampling``, the index in ``sequences`` of its logits
     forks: list[Sequence] = field(default_factory=list)  # new ones among ``sampling``; they join the batch afterwards
-    block_copies: list[BlockPair] = field(default_factory=list)
-    swap_out: list[BlockPair] = field(default_factory=list)  # (block, host block): preempted and evicted ones
-    swap_in: list[BlockPair] = field(default_factory=list)  # (host block, block): resumed and hit ones
-    state_copies: list[BlockPair] = field(default_factory=list)  # (slot, slot): with those of blocks
+    block_copies: PageCopies = field(default_factory=PageCopies)
+    window_copies: list[PageCopies] = field(default_factory=list)  # of each window
+    state_copies: PageCopies = field(default_factory=PageCopies)
     # The snapshots that are written while the step computes: of each sequence the tokens that each has seen, its slot.
     state_saves: dict[Sequence, list[tuple[int, int]]] = field(default_factory=dict)
-    # For each window: the blocks whose page has changed, with these pages; and copies of pages.
-    window_changes: list[PageChanges] = field(default_factory=list)
-    window_copies: list[list[BlockPair]] = field(default_factory=list)
+    window_changes: list[PageChanges] = field(default_factory=list)  # for each window: blocks with another page now
     admitted: list[SequenceGroup] = field(default_factory=list)  # started in this step
     preempted: list[SequenceGroup] = field(default_factory=list)
     dropped: list[Sequence] = field(default_factory=list)  # ended, since the pool cannot hold all answers of a request
@@ -49,8 +46,12 @@ class SchedulerOutput:
     @property
     def is_empty(self) -> bool:
         """Whether the step computes, copies and ends nothing."""
-        copies = self.swap_out or self.swap_in or self.block_copies or self.state_copies
-        return not (self.sequences or copies or self.dropped)
+        return not (self.sequences or any(self.copies) or self.dropped)
+
+    @property
+    def copies(self) -> list[PageCopies]:
+        """The copies of each pool: of blocks, of each window, and of states."""
+        return [self.block_copies, *self.window_copies, self.state_copies]
 
     @property
     def num_tokens(self) -> int:

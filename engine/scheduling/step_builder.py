@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from engine.kv.attachments.window_pages import NO_CHANGES
 from engine.kv.growth import Growth
 from engine.kv.prefix_cache import PrefixMatch
-from engine.kv.window_pages import NO_CHANGES
 from engine.scheduling.request_queues import RequestQueues
 from engine.scheduling.scheduler_output import SchedulerOutput
 from engine.sequence import Sequence, SequenceGroup
@@ -81,7 +81,7 @@ class StepBuilder:
             num_new = end - sequence.num_computed_tokens
             self.num_new_tokens[index] = num_new
             if num_new and (block_copy := self._blocks.allocate(sequence, end)):
-                self.output.block_copies.append(block_copy)
+                self.output.block_copies.on_device.append(block_copy)
             if end < sequence.num_tokens or not num_new:
                 self.not_sampling.add(index)
             self.token_budget -= max(num_new - 1, 0)
@@ -123,7 +123,7 @@ class StepBuilder:
     def build(self) -> SchedulerOutput:
         """Return the step. Groups whose prompt it completes are forked."""
         output = self.output
-        output.swap_out, output.swap_in = self._blocks.host_pool.take_copies()
+        output.block_copies.swap_out, output.block_copies.swap_in = self._blocks.host_pool.take_copies()
         if self._blocks.states is not None:
             output.state_copies, output.state_saves = self._blocks.states.take_copies()
         output.sequences, output.num_new_tokens = self.running.copy(), self.num_new_tokens
@@ -138,7 +138,7 @@ class StepBuilder:
             self._leave_out_idle()
         for window in self._blocks.windows:  # no rank learns of the pages of a step that computes nothing
             output.window_changes.append(window.take_changes() if output.sequences else NO_CHANGES)
-            output.window_copies.append(window.take_copies() if output.sequences else [])
+            output.window_copies.append(window.attached.take_copies())
         return output
 
     def _leave_out_not_sampling(self) -> None:

@@ -20,8 +20,8 @@ __all__ = [
     "available_host_memory",
     "blocks_that_fit",
     "gpu_memory_for_cache",
-    "host_blocks_for",
     "host_memory_for_cache",
+    "host_pools_for",
     "pools_of_blocks",
     "pools_that_fit",
 ]
@@ -43,27 +43,37 @@ def host_memory_for_cache(config: EngineConfig) -> int:
     return min(_HOST_DEFAULT, available_host_memory() // 4) // config.tensor_parallel_size
 
 
-def host_blocks_for(swap_space_gib: float, bytes_per_block: int) -> int:
-    """Return how many blocks of ``bytes_per_block`` bytes fit into ``swap_space_gib`` GiB of host memory.
+def host_pools_for(config: EngineConfig, pools: PoolSizes, sizes: PageSizes, max_model_len: int) -> PoolSizes:
+    """Return ``pools`` with those on the host, which take ``swap_space_gib``, divided as the memory of the device.
+
+    Args:
+        config: the engine's options.
+        pools: of the device.
+        sizes: of the pages of one rank.
+        max_model_len: tokens of the longest sequence.
 
     Raises:
         ConfigError: if the machine has less memory available, or if not even one block fits.
     """
+    swap_space_gib = config.swap_space_gib
     if swap_space_gib == 0:
-        return 0
+        return pools
     available = available_host_memory()
     if swap_space_gib * 2**30 > available:
         raise ConfigError(
             f"swap_space_gib={swap_space_gib} exceeds the {available / 2**30:.2f} GiB of memory that this machine has "
             "available; lower it, or set it 0 to recompute preempted sequences"
         )
-    num_blocks = int(swap_space_gib * 2**30) // bytes_per_block
-    if num_blocks < 1:
+    memory, num_snapshots = int(swap_space_gib * 2**30) // config.tensor_parallel_size, _num_snapshots(config)
+    num_tokens = min(max_model_len, config.typical_seq_len or _TYPICAL_TOKENS)
+    pools = sizes.with_host(pools, memory, num_tokens=num_tokens, num_snapshots=num_snapshots)
+    if pools.num_host_blocks < 1:
+        num_bytes = sizes.bytes_of_sequence(1, num_snapshots) * config.tensor_parallel_size
         raise ConfigError(
-            f"swap_space_gib={swap_space_gib} holds no block, which takes {bytes_per_block / 2**20:.2f} MiB; raise it, "
+            f"swap_space_gib={swap_space_gib} holds no block, which takes {num_bytes / 2**20:.2f} MiB; raise it, "
             "or set it 0 to recompute preempted sequences"
         )
-    return num_blocks
+    return pools
 
 
 def available_host_memory() -> int:

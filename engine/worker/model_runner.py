@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
 from itertools import chain, islice, takewhile
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,7 @@ from engine.sampling.ranking import PendingLogprobs
 from engine.sampling.sampler import NO_TOKEN, Sampler
 from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput, StepTimes
 from engine.sequence import SequenceGroup
-from engine.worker.memory import host_blocks_for, pools_of_blocks
+from engine.worker.memory import host_pools_for, pools_of_blocks
 from engine.worker.step_planner import StepPlanner
 from engine.worker.step_timer import StepTimer
 from engine.worker.worker_pool import WorkerPool
@@ -100,6 +99,8 @@ class ModelRunner:
             windows=tuple(zip(self.workers.local.kv_cache.windows, self.pools.num_window_pages, strict=True)),
             num_slots=self.pools.num_slots,
             num_snapshots=self.pools.num_snapshots,
+            num_host_window_pages=self.pools.num_host_window_pages,
+            num_host_slots=self.pools.num_host_slots,
         )
 
     def run(self, output: SchedulerOutput, times: StepTimes) -> SampledTokens:
@@ -174,13 +175,7 @@ class ModelRunner:
             pools = smallest(self.workers.call("measure_pools"))
         if pools.num_blocks * self.block_size < 2:
             raise ConfigError("num_blocks=1 of block_size=1 holds no prompt with an answer; raise one of them")
-        num_host_blocks = 0
-        if page_sizes.are_blocks_alone:
-            bytes_per_block = page_sizes.block * self.config.tensor_parallel_size
-            num_host_blocks = host_blocks_for(self.config.swap_space_gib, bytes_per_block)
-        elif self.config.swap_space_gib:
-            logger.warning("swap_space_gib is not used: states of recurrent layers are not swapped")
-        pools = replace(pools, num_host_blocks=num_host_blocks)
+        pools = host_pools_for(self.config, pools, page_sizes, self.max_model_len)
         self.workers.call("allocate", pools)
         self.workers.call("capture_graphs")
         return pools

@@ -15,7 +15,6 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.kv.block_tables import BlockTables
 from engine.kv.kv_cache import KVCache
-from engine.kv.layer_cache import LayerCache, bytes_per_state, without_windows
 from engine.kv.page_maps import PageMap
 from engine.kv.pool_sizes import PageSizes, PoolSizes
 from engine.models.adapter.decoder import TransformersDecoder
@@ -214,16 +213,9 @@ class ModelShard:
         return self.model.num_bytes
 
     @property
-    def layer_caches(self) -> tuple[LayerCache, ...]:
-        """What the layers cache, with a window where pages beyond it are freed."""
-        if self.config.swap_space_gib and not bytes_per_state(self.model.layer_caches):
-            return without_windows(self.model.layer_caches)  # swapping knows pages of blocks only
-        return self.model.layer_caches
-
-    @property
     def page_sizes(self) -> PageSizes:
         """Sizes of the pages of this rank's KV cache."""
-        return PageSizes.of(self.layer_caches, self.block_size, self.dtype.itemsize)
+        return PageSizes.of(self.model.layer_caches, self.block_size, self.dtype.itemsize)
 
     @property
     def num_preallocated_tokens(self) -> int:
@@ -245,7 +237,7 @@ class ModelShard:
     def make_cache(self, sizes: PoolSizes | None = None) -> KVCache:
         """Return a KV cache for what the model's layers declare; None: of one page in each pool."""
         return KVCache(
-            self.layer_caches,
+            self.model.layer_caches,
             sizes or self.page_sizes.one_page_each,
             block_size=self.block_size,
             dtype=self.dtype,

@@ -95,7 +95,7 @@ class ModelWorker:
             On rank 0 the logits [num_logits, vocab_size] of the plan's ``logit_indices``; None if there are none.
         """
         use_device(self.shard.device)
-        self._copy_blocks(plan)
+        self._copy_pages(plan)
         if not len(plan.token_ids):  # a step may only copy blocks or states
             return None
         self.kv_cache.expect(plan.slot_mapping)
@@ -111,19 +111,9 @@ class ModelWorker:
             self.shard.compute_prompt_logits(hidden, model_input.prompt_logit_indices, on_prompt_logits)
         return self.shard.model.compute_logits(hidden, model_input.logit_indices) if len(plan.logit_indices) else None
 
-    def _copy_blocks(self, plan: StepPlan) -> None:
-        blocks = self.kv_cache.blocks
-        if plan.swap_out:
-            blocks.swap_out(plan.swap_out)
-        if plan.swap_in:
-            blocks.swap_in(plan.swap_in)
-        if plan.block_copies:
-            blocks.copy(plan.block_copies)
-        for pool, window in zip(self.kv_cache.windows.values(), plan.windows, strict=True):
-            if window.copies:
-                pool.copy(window.copies)
-        if plan.state_copies:
-            self.kv_cache.slots.copy(plan.state_copies)
+    def _copy_pages(self, plan: StepPlan) -> None:
+        for pool, copies in zip(self.kv_cache.pools, plan.copies, strict=True):
+            pool.make(copies)
 
     # --- start --------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from engine.kv.block_tables import BlockTables, TableChanges
-from engine.kv.host_pool import BlockPair
+from engine.kv.page_copies import PageCopies
 from engine.kv.page_maps import PageMap
 from kernels.attention_metadata import AttentionMetadata
 from kernels.cache.pending_tokens import take_pending_tokens
@@ -40,7 +40,6 @@ class WindowPlan(NamedTuple):
     slot_mapping: npt.NDArray[np.int64]  # as the step's, of pages
     changed_blocks: npt.NDArray[np.int64]  # have another page now; see PageMap
     changed_pages: npt.NDArray[np.int32]
-    copies: list[BlockPair]  # of pages, before the forward pass
 
 
 class RecurrentPlan(NamedTuple):
@@ -74,11 +73,7 @@ class StepPlan:
     num_decodes: int  # the first sequences compute one token each, none of them a prompt's
     max_query_len: int
     max_seq_len: int
-    # Copies of blocks, in this order, before the forward pass.
-    swap_out: list[BlockPair]
-    swap_in: list[BlockPair]
-    block_copies: list[BlockPair]
-    state_copies: list[BlockPair]
+    copies: list[PageCopies]  # of each pool of the KV cache, in the order of KVCache.pools
     windows: list[WindowPlan]  # of each sliding window, ascending
     recurrent: RecurrentPlan | None  # None: the model has no states
 
@@ -149,6 +144,6 @@ class StepPlan:
 
 def _window_metadata(metadata: AttentionMetadata, plan: WindowPlan, page_map: PageMap) -> AttentionMetadata:
     """Return a step's metadata for the layers of one window."""
-    slot_mapping, blocks, pages = to_device_together(plan[:3], metadata.seq_lens.device)
+    slot_mapping, blocks, pages = to_device_together(plan, metadata.seq_lens.device)
     page_map.write(blocks, pages)
     return replace(metadata, slot_mapping=slot_mapping, block_tables=page_map.look_up(metadata.block_tables))

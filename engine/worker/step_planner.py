@@ -75,10 +75,7 @@ class StepPlanner:
             num_decodes=batch.num_decodes,
             max_query_len=max(output.num_new_tokens, default=0),
             max_seq_len=int(seq_lens.max()) if len(seq_lens) else 0,
-            swap_out=output.swap_out,
-            swap_in=output.swap_in,
-            block_copies=output.block_copies,
-            state_copies=output.state_copies,
+            copies=output.copies,
             windows=self._windows(output, slots),
             recurrent=_recurrent_plan(output, batch) if self._has_states else None,
         )
@@ -110,12 +107,10 @@ class StepPlanner:
     def _windows(self, output: SchedulerOutput, slots: _Ids) -> list[WindowPlan]:
         """Return what the step does with the pages of each window."""
         return [
-            WindowPlan(page_map.slots(slots, self._block_size), *changes, copies)
-            for page_map, changes, copies in [
-                (page_map, page_map.update(*changes), copies)
-                for page_map, changes, copies in zip(
-                    self._page_maps, output.window_changes, output.window_copies, strict=True
-                )
+            WindowPlan(page_map.slots(slots, self._block_size), *changes)
+            for page_map, changes in [
+                (page_map, page_map.update(*changes))
+                for page_map, changes in zip(self._page_maps, output.window_changes, strict=True)
             ]
         ]
 

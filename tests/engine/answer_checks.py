@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from engine.outputs import EngineOutput, FinishReason
 from engine.sequence import SequenceGroup
-from tests.engine.shadow import ShadowRunner, next_token, token_logprob
+from tests.engine.shadow import ShadowRunner
+from tests.engine.shadow_model import next_token, token_logprob
 
 __all__ = ["NO_CHOICE", "AnswerChecks", "Expected"]
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from engine.kv.attachments.attached_pages import AttachedPages
 from engine.llm import LLM, RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.scheduling.scheduler_output import SchedulerOutput
@@ -35,6 +36,10 @@ def check_idle(llm: LLM) -> None:
     stats = llm.engine.meter.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_swapped, stats.num_used_blocks) == (0, 0, 0, 0)
     assert llm.engine.block_manager.host_pool.num_free == llm.engine.info.num_host_blocks
+    for attached in llm.engine.block_manager.prefix_cache.attachments:
+        assert isinstance(attached, AttachedPages)
+        assert attached.pages.num_free == len(attached.pages.blocks)
+        assert attached.store.num_free == len(attached.store.pages.blocks)
     llm.engine.block_manager.check_integrity([])
 
 
@@ -51,6 +56,9 @@ class Activity:
         self.num_swapped_out = 0  # preemptions
         self.widest_swap = 0  # sequences of one request
         self.num_swapped_in = 0  # blocks
+        self.num_pages_swapped_in = 0  # of windows
+        self.num_states_swapped_in = 0
+        self.has_windows, self.has_states = bool(llm.engine.info.windows), llm.engine.info.num_slots > 0
         self.num_copies = 0  # of blocks, on write
         self.swapped_beams = 0  # preemptions
         self.recomputed_beams = 0
@@ -73,8 +81,17 @@ class Activity:
             else:
                 self.num_recomputed += 1
                 self.recomputed_beams += group.beams is not None and group.is_forked
-        self.num_swapped_in += len(output.swap_in)
-        self.num_copies += len(output.block_copies)
+        self.num_swapped_in += len(output.block_copies.swap_in)
+        self.num_pages_swapped_in += sum(len(copies.swap_in) for copies in output.window_copies)
+        self.num_states_swapped_in += len(output.state_copies.swap_in)
+        self.num_copies += len(output.block_copies.on_device)
+
+    def check_swapped(self) -> None:
+        """Assert that requests were swapped, and of each kind of page some came back."""
+        assert self.num_swapped_out
+        assert self.num_swapped_in
+        assert bool(self.num_pages_swapped_in) == self.has_windows
+        assert bool(self.num_states_swapped_in) == self.has_states
 
     def __repr__(self) -> str:
         return str(vars(self))

@@ -20,10 +20,11 @@ from engine.worker.runner import ComputedStep
 from tests.engine.answer_checks import NO_CHOICE, AnswerChecks, Expected
 from tests.engine.plan_checks import PlanChecks
 from tests.engine.random_requests import Arrival, random_arrival, random_options
-from tests.engine.shadow import VOCAB_SIZE, ShadowProposer, check_integrity, make_engine
+from tests.engine.shadow import check_integrity, make_engine
+from tests.engine.shadow_model import VOCAB_SIZE, ShadowProposer
 from tests.engine.step_checks import StepChecks
 
-__all__ = ["RandomLoad", "drive"]
+__all__ = ["RandomLoad", "drive", "drive_seeds"]
 
 
 class RandomLoad:
@@ -158,11 +159,13 @@ class RandomLoad:
         check_integrity(self.engine)  # also where the last request was aborted, or none was accepted
         assert not self.engine._groups, "the engine keeps a request that has ended"
         self.counts["evicted"] = self.engine.block_manager.prefix_cache.num_evicted
-        self.counts["swapped blocks"] = self.runner.num_copied["swap_in"]
-        self.counts["copied states"] = self.runner.num_copied["state"]
+        self.counts["swapped blocks"] = self.runner.num_copied["block in"]
+        self.counts["pages from the host"] = self.runner.num_copied["page in"]
+        self.counts["states from the host"] = self.runner.num_copied["state in"]
+        self.counts["copied states"] = self.runner.num_copied["state copied"]
         self.counts["saved states"] = self.runner.num_copied["saved state"]
         if (states := self.engine.block_manager.states) is not None:
-            self.counts["evicted snapshots"] = states.num_evicted
+            self.counts["evicted snapshots"] = states.snapshots.num_evicted
 
     def _pick(self, pick: int) -> str:
         return list(self.requests)[pick % len(self.requests)]
@@ -253,3 +256,32 @@ def act(load: RandomLoad, rng: random.Random) -> None:
         load.fail_next(pick)
     elif event < 0.025:
         load.reset_prefix_cache()
+
+
+def drive_seeds(
+    first_seed: int,
+    num_steps: int,
+    least: dict[str, int],
+    draw_options: Callable[[int], dict[str, object]] = lambda seed: {},
+    **options: object,
+) -> None:
+    """Drive one seed after another for so many steps; a failure names the seed, and ``drive(seed)`` repeats it.
+
+    Args:
+        first_seed: the first seed.
+        num_steps: in all, at least.
+        least: what has to have happened in 100,000 steps, and how often.
+        draw_options: returns the options for a seed.
+        options: of all seeds.
+    """
+    counts: Counter[str] = Counter()
+    seed = first_seed
+    while counts["steps"] < num_steps:
+        try:
+            counts += drive(seed, **draw_options(seed), **options).counts
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+        seed += 1
+    wanted = {name: count * num_steps // 100_000 for name, count in least.items()}
+    missed = {name: counts[name] for name, count in wanted.items() if counts[name] < count}
+    assert not missed, f"too seldom in {counts['steps']} steps: {missed}"

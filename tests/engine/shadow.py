@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
-from engine.beam_search import BeamSearch, Candidates, Hypothesis
+from engine.beam_search import BeamSearch, Hypothesis
 from engine.config import EngineConfig, EngineInfo
 from engine.engine import Engine
 from engine.kv.events import KVEventBatch
-from engine.kv.host_pool import BlockPair
+from engine.kv.page_copies import BlockPair, PageCopies
 from engine.observability.engine_metrics import EngineMetrics
 from engine.observability.metrics import MetricSink
 from engine.outputs import Logprob, TokenLogprobs
@@ -23,56 +23,7 @@ from engine.sampling_params import SamplingParams
 from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput, StepTimes
 from engine.sequence import Sequence, SequenceGroup, SequenceStatus
 from engine.worker.runner import ComputedStep
-
-VOCAB_SIZE = 64
-
-
-class PrefixIds:
-    """Gives equal numbers to equal (salt, prefix)es, and only to those."""
-
-    def __init__(self) -> None:
-        self._ids: dict[tuple[object, int], int] = {}
-        self.ends: list[tuple[object, int]] = []  # by identity: of the prefix without its last token, and that token
-
-    def chain(self, salt: str, token_ids: list[int]) -> list[int]:
-        """Return the identity of every prefix of ``token_ids``, the shortest first."""
-        parent: object = salt
-        ids = []
-        for token_id in token_ids:
-            parent = self.follow(parent, token_id)
-            ids.append(parent)
-        return ids
-
-    def follow(self, parent: object, token_id: int) -> int:
-        """Return the identity of the prefix ``parent``, or of an empty one with this salt, followed by a token."""
-        end = (parent, token_id)
-        prefix = self._ids.setdefault(end, len(self._ids))
-        if prefix == len(self.ends):
-            self.ends.append(end)
-        return prefix
-
-
-def mix(number: int) -> int:
-    """Return 32 bits that depend on all bits of ``number``; prefix identities are dense."""
-    number = (number * 0x9E3779B1 + 0x7F4A7C15) & 0xFFFFFFFF
-    number = ((number ^ (number >> 15)) * 0x85EBCA6B) & 0xFFFFFFFF
-    return number ^ (number >> 13)
-
-
-def next_token(prefix: int, index: int = 0) -> int:
-    """Return the token that this "model" samples after a prefix, in answer ``index``."""
-    return mix(prefix + 7919 * index) % VOCAB_SIZE
-
-
-def token_logprob(prefix: int, index: int = 0) -> float:
-    """Return the log-probability of the token after a prefix, in answer ``index``."""
-    return -(mix(3 * prefix + 104729 * index + 1) % 1000) / 100
-
-
-def candidates(prefix: int, count: int) -> Candidates:
-    """Return the most likely tokens of a beam and their log-probabilities."""
-    ranking = sorted(((mix(prefix * VOCAB_SIZE + token) % 997 + 1, token) for token in range(VOCAB_SIZE)), reverse=True)
-    return [token for _, token in ranking[:count]], [(weight - 1000) / 100 for weight, _ in ranking[:count]]
+from tests.engine.shadow_model import VOCAB_SIZE, PrefixIds, candidates, next_token, num_candidates, token_logprob
 
 
 class ShadowRunner:
@@ -85,7 +36,9 @@ class ShadowRunner:
         self.host_slots: dict[int, int] = {}
         self.page_maps: list[dict[int, int]] = [{} for _ in info.windows]  # of each window: the page of each block
         self.window_slots: list[dict[int, int]] = [{} for _ in info.windows]
+        self.host_window_slots: list[dict[int, int]] = [{} for _ in info.windows]
         self.states: dict[int, int] = {}  # the prefix that the state in each slot has seen
+        self.host_states: dict[int, int] = {}
         self.ids = PrefixIds()
         self.num_steps = 0
         self.num_copied: Counter[str] = Counter()
@@ -103,9 +56,7 @@ class ShadowRunner:
     def run(self, output: SchedulerOutput, times: StepTimes) -> SampledTokens:
         """Make the step's copies, write its slots, then check every read, as a layer does."""
         self.num_steps += 1
-        self._copy("swap_out", output.swap_out, self.slots, self.host_slots)
-        self._copy("swap_in", output.swap_in, self.host_slots, self.slots)
-        self._copy("copy", output.block_copies, self.slots, self.slots)
+        self._make("block", output.block_copies, self.slots, self.host_slots, self.block_size)
         drafts = output.drafts
         chains = [
             self.ids.chain(sequence.cache_key, self.tokens(sequence) + drafts.get(sequence, []))
@@ -140,10 +91,19 @@ class ShadowRunner:
     def close(self) -> None:
         """Do nothing: nothing was started."""
 
-    def _copy(self, name: str, pairs: list[BlockPair], source: dict[int, int], target: dict[int, int]) -> None:
-        size = self.block_size
-        assert len({to for _, to in pairs}) == len(pairs), f"{name}: two blocks are copied to one"
-        read = [(to * size + i, source.get(block * size + i)) for block, to in pairs for i in range(size)]
+    def _make(
+        self, kind: str, copies: PageCopies, device: dict[int, int], host: dict[int, int], page_size: int
+    ) -> None:
+        """Make the copies of one pool, in their order."""
+        self._copy(f"{kind} out", copies.swap_out, device, host, page_size)
+        self._copy(f"{kind} in", copies.swap_in, host, device, page_size)
+        self._copy(f"{kind} copied", copies.on_device, device, device, page_size)
+
+    def _copy(
+        self, name: str, pairs: list[BlockPair], source: dict[int, int], target: dict[int, int], page_size: int
+    ) -> None:
+        assert len({to for _, to in pairs}) == len(pairs), f"{name}: two pages are copied to one"
+        read = [(to * page_size + i, source.get(page * page_size + i)) for page, to in pairs for i in range(page_size)]
         for slot, held in read:
             target.pop(slot, None)
             if held is not None:
@@ -155,7 +115,7 @@ class ShadowRunner:
         window, slots, pages = self.info.windows[index][0], self.window_slots[index], self.page_maps[index]
         assert output.sequences or not len(output.window_changes[index][0]), "no rank learns of a page"
         pages |= dict(zip(*(part.tolist() for part in output.window_changes[index]), strict=True))
-        self._copy("copied page", output.window_copies[index], slots, slots)
+        self._make("page", output.window_copies[index], slots, self.host_window_slots[index], self.block_size)
 
         def slot(sequence: Sequence, position: int) -> int:
             page = pages[sequence.block_table[position // self.block_size]]
@@ -177,12 +137,9 @@ class ShadowRunner:
 
     def _run_states(self, output: SchedulerOutput, chains: list[list[int]]) -> None:
         """Make the copies of states, check the state of every sequence, and let it see the step's tokens."""
-        assert len({to for _, to in output.state_copies}) == len(output.state_copies), "two states are copied to one"
-        read = [(to, self.states.get(slot)) for slot, to in output.state_copies]
-        for to, held in read:
-            assert held is not None, "a state is copied that was never computed"
-            self.states[to] = held
-        self.num_copied["state"] += len(read)
+        self._make("state", output.state_copies, self.states, self.host_states, 1)
+        copied = output.state_copies.on_device
+        assert all(slot in self.states for _, slot in copied), "a state is copied that was never computed"
         saved = [slot for saves in output.state_saves.values() for _, slot in saves]
         used = [sequence.state_slot for sequence in output.sequences] + saved
         assert len(set(used)) == len(used), "a state is written twice in one step"
@@ -280,29 +237,6 @@ class ShadowRunner:
             beams = [[*beams[beam.parent], beam.token_id] for beam in going_on]
 
 
-def num_candidates(params: SamplingParams, stop_token_ids: frozenset[int]) -> int:
-    """Return how many candidates of a beam its search takes."""
-    assert params.beam_width is not None
-    return params.beam_width + len(stop_token_ids)
-
-
-class ShadowProposer:
-    """Proposes the tokens that the shadow runner will sample, sometimes wrongly or too few."""
-
-    def __init__(self, ids: PrefixIds) -> None:
-        self._ids = ids
-
-    def propose(self, sequence: Sequence, limit: int) -> list[int]:
-        """Return up to ``limit`` tokens."""
-        prefix = self._ids.chain(sequence.cache_key, sequence.token_ids)[-1]
-        draft: list[int] = []
-        while len(draft) < limit and mix(5 * prefix + 1) % 8:
-            is_wrong = mix(7 * prefix + 3) % 4 == 0
-            draft.append((next_token(prefix, sequence.index) + is_wrong) % VOCAB_SIZE)
-            prefix = self._ids.follow(prefix, draft[-1])
-        return draft
-
-
 def make_engine(
     *,
     num_blocks: int = 64,
@@ -310,7 +244,9 @@ def make_engine(
     max_model_len: int = 512,
     num_host_blocks: int = 0,
     windows: tuple[tuple[int, int], ...] = (),
+    num_host_window_pages: tuple[int, ...] = (),
     num_slots: int = 0,
+    num_host_slots: int = 0,
     sink: MetricSink | None = None,
     on_kv_events: Callable[[KVEventBatch], None] | None = None,
     eos_token_ids: tuple[int, ...] = (),
@@ -336,6 +272,8 @@ def make_engine(
         num_slots=num_slots,
         num_snapshots=num_slots // 3,
         windows=windows,
+        num_host_window_pages=num_host_window_pages,
+        num_host_slots=num_host_slots,
     )
     runner = ShadowRunner(info)
     return Engine(config, runner, sink, on_kv_events), runner
@@ -378,6 +316,9 @@ def check_integrity(engine: Engine) -> None:
     if not engine.has_unfinished:
         assert engine.block_manager.num_free_blocks == len(engine.block_manager.pool.blocks)
         assert engine.block_manager.host_pool.num_free == engine.info.num_host_blocks
+        for attached in engine.block_manager.prefix_cache.attachments:
+            assert attached.pages.num_free == len(attached.pages.blocks)
+            assert attached.store.num_free == len(attached.store.pages.blocks)
 
 
 def metrics_of(engine: Engine) -> EngineMetrics:

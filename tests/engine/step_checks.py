@@ -7,10 +7,11 @@ request; and the slots of a published block hold what its hash claims.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from engine.engine import Engine
 from engine.kv import prefix_cache as prefix_cache_module
-from engine.kv.block_pool import BlockPool
+from engine.kv.host.host_pool import HostPool
 from engine.prefix_hash import pack_tokens, root_hash
 from engine.scheduling.scheduler_output import SchedulerOutput
 from engine.sequence import Sequence, SequenceStatus
@@ -127,22 +128,39 @@ class StepChecks:
             self.counts["tokens drafted"] += len(draft)
 
     def check_published(self) -> None:
-        """Assert that the slots of every published block hold what its hash claims, on the device and on the host."""
-        manager = self._engine.block_manager
-        self._check_pool("block", manager.pool, self._runner.slots)
-        self._check_pool("page", manager.host_pool.pages, self._runner.host_slots)
+        """Assert that all that is published holds what its hash claims, in every pool on the device and on the host."""
+        manager, runner, size = self._engine.block_manager, self._runner, self._engine.info.block_size
+        names = [block.block_hash for block in manager.pool.blocks]
+        self._check_pages("block", enumerate(names), runner.slots, size)
+        self._check_store("host block", manager.host_pool, runner.host_slots, size)
+        for index, window in enumerate(manager.windows):
+            pages = [(page.block_id, names[block_id]) for block_id, page in window.attached.by_block.items()]
+            self._check_pages("page", pages, runner.window_slots[index], size)
+            self._check_store("host page", window.attached.store, runner.host_window_slots[index], size)
+        if manager.states is not None:
+            snapshots = manager.states.snapshots
+            slots = [(slot.block_id, names[block_id]) for block_id, slot in snapshots.by_block.items()]
+            self._check_pages("snapshot", slots, runner.states, 1)
+            self._check_store("host snapshot", snapshots.store, runner.host_states, 1)
 
-    def _check_pool(self, kind: str, pool: BlockPool, slots: dict[int, int]) -> None:
-        size, ends = self._engine.info.block_size, self._runner.ids.ends
-        for block in pool.blocks:
-            if block.block_hash is None:
+    def _check_store(self, kind: str, store: HostPool, slots: dict[int, int], page_size: int) -> None:
+        """Check the pages of a host pool, but those that the next step's copies fill."""
+        pages = [(page.block_id, page.block_hash) for page in store.pages.blocks]
+        self._check_pages(kind, [page for page in pages if page[0] not in store._copies_out], slots, page_size)
+
+    def _check_pages(
+        self, kind: str, pages: Iterable[tuple[int, int | None]], slots: dict[int, int], page_size: int
+    ) -> None:
+        """Assert that pages, given with the hashes of their blocks, hold the last tokens of the prefixes."""
+        for page_id, block_hash in pages:
+            if block_hash is None:
                 continue
-            foreign = f"{kind} {block.block_id} is published with foreign content"
-            held: object = slots.get(block.block_id * size + size - 1)
-            assert self._hash_of(held) == block.block_hash, foreign
-            for slot in range(block.block_id * size + size - 2, block.block_id * size - 1, -1):
+            foreign = f"{kind} {page_id} is published with foreign content"
+            held: object = slots.get(page_id * page_size + page_size - 1)
+            assert self._hash_of(held) == block_hash, foreign
+            for slot in range(page_id * page_size + page_size - 2, page_id * page_size - 1, -1):
                 assert isinstance(held, int)
-                held = ends[held][0]
+                held = self._runner.ids.ends[held][0]
                 assert slots.get(slot) == held, foreign
 
     def _hash_of(self, prefix: object) -> int | None:
@@ -173,10 +191,10 @@ class StepChecks:
         for group in output.preempted:
             counts["preempted by swap" if group.status is SequenceStatus.SWAPPED else "preempted to recompute"] += 1
         if not any(sequence in self._settled for group in output.admitted for sequence in group.unfinished):
-            counts["loaded from the host"] += len(output.swap_in)
+            counts["loaded from the host"] += len(output.block_copies.swap_in)
         if not output.preempted:
-            counts["evicted to the host"] += len(output.swap_out)
-        counts["copied on write"] += len(output.block_copies)
+            counts["evicted to the host"] += len(output.block_copies.swap_out)
+        counts["copied on write"] += len(output.block_copies.on_device)
         counts["forked"] += len(output.forks)
         counts["of a group that comes back"] += sum(
             group.num_preemptions > 0 and group.params.num_sequences > 1 for group in output.admitted

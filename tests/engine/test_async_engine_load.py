@@ -134,7 +134,7 @@ async def test_a_thousand_mixed_requests_with_random_aborts_leave_nothing_behind
         await async_engine.shutdown()
     # Of each kind enough; how many exactly depends on how fast the machine is.
     assert min(client.did[what] for what in ("", "leave", "abort", "cancel")) > 50
-    assert runner.num_copied["swap_out"] > 50
+    assert runner.num_copied["block out"] > 50
     # 40 bytes a request would be seen. Tables that were made before the tracing are counted from their next
     # growth on, so the fullest of the first readings is what the second half is held to.
     assert min(memory[3:]) < max(memory[:3]) + 16 * 1024, memory

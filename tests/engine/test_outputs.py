@@ -11,7 +11,8 @@ from engine.sampling_params import SamplingParams
 from tests.engine.answer_checks import NO_CHOICE
 from tests.engine.random_load import RandomLoad
 from tests.engine.random_requests import Arrival
-from tests.engine.shadow import make_engine, token_logprob
+from tests.engine.shadow import make_engine
+from tests.engine.shadow_model import token_logprob
 
 PROMPT = [3, 1, 4, 1, 5]
 

@@ -12,6 +12,7 @@ from engine.observability.load import EngineLoad
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from tests.deployments.routing.dispatches import dispatch_of, send
+from tests.engine.kv.test_events import blocks_with_state
 from tests.engine.shadow import make_engine, run_to_end
 
 IDLE = EngineLoad(0, 0, 0, 1_000, 1_000, 1_000.0, 0.03, 0)
@@ -119,9 +120,7 @@ def test_the_index_predicts_what_the_engine_resumes() -> None:
     manager = engine.block_manager
     assert manager.states is not None
     view.routing.stored("a", manager.prefix_cache.published_hashes())
-    view.routing.states_stored(
-        "a", [b.block_hash for b in manager.pool.blocks if b.block_hash is not None and manager.states.has_snapshot(b)]
-    )
+    view.routing.states_stored("a", blocks_with_state(manager))
     worths = set()
     for length in range(1, 5 * SIZE + 1):
         group = engine.add_request(EngineRequest("b", text[:length], SamplingParams(max_tokens=1)))

@@ -11,6 +11,7 @@ from engine.kv import prefix_cache as prefix_cache_module
 from engine.kv.block_manager import BlockManager
 from engine.kv.block_pool import BlockCounts
 from engine.kv.growth import Growth, num_new_blocks
+from engine.kv.swapping import can_swap_out, num_blocks_to_swap_in, swap_in, swap_out
 from engine.prefix_hash import pack_tokens, root_hash
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
@@ -227,15 +228,15 @@ def test_what_sequences_share_stays_shared_on_the_host_and_when_they_come_back()
     sequences = start_forks(manager, list(range(6)), n=3)
     for sequence in sequences:
         manager.allocate(sequence, 7)
-    assert manager.can_swap_out(sequences)
-    manager.swap_out(sequences)
+    assert can_swap_out(manager, sequences)
+    swap_out(manager, sequences)
     out, _ = manager.host_pool.take_copies()
     assert len(out) == 4
     assert manager.host_pool.num_free == 0
     assert manager.num_free_blocks == 8
     assert [sequence.num_computed_tokens for sequence in sequences] == [6] * 3
     manager.check_integrity(sequences)
-    manager.swap_in(sequences)
+    swap_in(manager, sequences)
     _, back = manager.host_pool.take_copies()
     assert [source for source, _ in back] == [target for _, target in out]
     assert len({sequence.block_table[0] for sequence in sequences}) == 1
@@ -246,24 +247,24 @@ def test_what_sequences_share_stays_shared_on_the_host_and_when_they_come_back()
 
 def test_what_does_not_fit_the_host_is_not_swapped() -> None:
     manager = BlockManager(8, 4, num_host_blocks=1)
-    assert not manager.can_swap_out(start_forks(manager, list(range(6)), n=3))
-    assert not manager.can_swap_out([make_sequence([1])])  # nothing to keep
+    assert not can_swap_out(manager, start_forks(manager, list(range(6)), n=3))
+    assert not can_swap_out(manager, [make_sequence([1])])  # nothing to keep
 
 
 def test_a_swapped_prompt_stays_cached_also_when_the_device_evicts_it() -> None:
     manager = BlockManager(4, 2, num_host_blocks=2)
     sequence = start(manager, [1, 2, 3])
     sequence.num_computed_tokens = 3
-    manager.swap_out([sequence])
+    swap_out(manager, [sequence])
     assert len(manager.match_prefix(make_sequence([1, 2])).blocks) == 1
     fillers = [start(manager, [10 * i, 10 * i + 1]) for i in range(1, 5)]
-    swap_out, _ = manager.host_pool.take_copies()
-    assert len(swap_out) == 2, "a block that was swapped is copied again when it is evicted"
+    swap_outs, _ = manager.host_pool.take_copies()
+    assert len(swap_outs) == 2, "a block that was swapped is copied again when it is evicted"
     match = manager.match_prefix(make_sequence([1, 2]))
     assert (match.blocks, [page.block_id for page in match.pages]) == ((), sequence.host_table[:1])
     for filler in fillers:
         manager.free(filler)
-    manager.swap_in([sequence])
+    swap_in(manager, [sequence])
     manager.host_pool.take_copies()
     assert manager.match_prefix(make_sequence([1, 2])).blocks[0].block_id == sequence.block_table[0]
     manager.check_integrity([sequence])
@@ -276,9 +277,9 @@ def test_what_was_computed_before_a_reset_is_not_published_after_it() -> None:
     swapped, running = start(manager, [1, 2, 3, 4, 5]), start(manager, [6, 7])
     for sequence in (swapped, running):
         sequence.num_computed_tokens = sequence.num_tokens
-    manager.swap_out([swapped])
+    swap_out(manager, [swapped])
     manager.prefix_cache.reset()
-    manager.swap_in([swapped])
+    swap_in(manager, [swapped])
     running.token_ids += [8, 9]
     manager.allocate(running, 4)
     running.num_computed_tokens = 4
@@ -300,8 +301,8 @@ def test_after_a_reset_each_fork_publishes_what_it_computes(is_swapped: bool) ->
         manager.allocate(sequence, sequence.num_tokens)
         sequence.num_computed_tokens = sequence.num_tokens
     if is_swapped:
-        manager.swap_out(sequences)
-        manager.swap_in(sequences)
+        swap_out(manager, sequences)
+        swap_in(manager, sequences)
     for sequence in sequences:
         manager.free(sequence)
     matched = [manager.match_prefix(make_sequence(sequence.token_ids)) for sequence in sequences]
@@ -319,9 +320,9 @@ def test_sequences_are_swapped_in_with_exactly_the_blocks_that_were_counted(num_
         manager.fork(first, fork)
     for member in members:
         member.token_ids += range(10, 4 + num_tokens)
-    manager.swap_out(members)
-    num_counted = manager.num_blocks_to_swap_in(members)
-    manager.swap_in(members)
+    swap_out(manager, members)
+    num_counted = num_blocks_to_swap_in(manager, members)
+    swap_in(manager, members)
     for member in members:
         manager.allocate(member, num_tokens)
     manager.host_pool.take_copies()
@@ -340,13 +341,13 @@ def test_a_used_block_replaces_its_free_twin_so_that_no_parent_is_evicted_before
     manager = BlockManager(8, 4, num_host_blocks=8, record_events=True)
     sequence = start(manager, list(range(8)))
     sequence.num_computed_tokens = 8
-    manager.swap_out([sequence])
+    swap_out(manager, [sequence])
     published = manager.prefix_cache.published_hashes()
-    events = manager.prefix_cache.take_events()
-    manager.swap_in([sequence])
+    events = manager.prefix_cache.events.take()
+    swap_in(manager, [sequence])
     manager.host_pool.take_copies()
     assert manager.prefix_cache.published_hashes() == published == [event.block_hash for event in events]
-    assert manager.prefix_cache.take_events() == (), "what is published is the same"
+    assert manager.prefix_cache.events.take() == (), "what is published is the same"
     assert [manager.pool.blocks[block_id].block_hash for block_id in sequence.block_table] == published
     assert manager.pool.counts() == BlockCounts(free=6, cached=0, used=2, shared=0)
     manager.check_integrity([sequence])

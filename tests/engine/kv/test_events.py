@@ -8,11 +8,10 @@ from collections.abc import Callable
 
 import pytest
 
+from engine.kv.attachments.attached_pages import AttachedPages
 from engine.kv.block_manager import BlockManager
 from engine.kv.block_pool import Block
 from engine.kv.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, StateRemoved, StateStored
-from engine.kv.state_events import StateEvents
-from engine.kv.state_slots import StateSlots
 from engine.prefix_hash import packed_block_hash, root_hash
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
@@ -87,9 +86,8 @@ def blocks_with_state(manager: BlockManager) -> set[int]:
     """Return the hashes of the published blocks after which a prompt's match can resume."""
     if (states := manager.states) is None:
         return set()
-    return {
-        block.block_hash for block in manager.pool.blocks if block.block_hash is not None and states.has_snapshot(block)
-    }
+    on_device = (manager.pool.blocks[block_id].block_hash for block_id in states.snapshots.by_block)
+    return {block_hash for block_hash in on_device if block_hash is not None} | set(states.snapshots.store.names)
 
 
 def follow(monkeypatch: pytest.MonkeyPatch, replica: Replica) -> Counter[str]:
@@ -174,16 +172,16 @@ def test_the_events_say_after_which_blocks_a_hit_may_resume(
     assert min(events["StateStored"], events["StateRemoved"]) > 50
 
 
-@pytest.mark.parametrize("lost", ["_attach", "_take_over", "detach", "move"])
+@pytest.mark.parametrize("lost", ["hang", "unhang", "move"])
 def test_a_change_of_a_snapshot_that_is_not_reported_is_found(monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
-    method = getattr(StateSlots, lost)
+    method = getattr(AttachedPages, lost)
 
-    def unreported(self: StateSlots, *args: object) -> None:
+    def unreported(self: AttachedPages, *args: object) -> object:
         with monkeypatch.context() as patch:
-            patch.setattr(StateEvents, "changed", lambda events, block_id: None)
-            method(self, *args)
+            patch.setattr(self, "_on_changed", lambda block_id: None)
+            return method(self, *args)
 
-    monkeypatch.setattr(StateSlots, lost, unreported)
+    monkeypatch.setattr(AttachedPages, lost, unreported)
     with pytest.raises((AssertionError, KeyError)):
         follow_states(monkeypatch, 20, num_slots=3)
 
@@ -211,7 +209,7 @@ def test_a_snapshot_is_reported_once_its_block_is_published() -> None:
         assert replica.states == blocks_with_state(manager)
         assert manager.states is not None
         was_unpublished |= any(
-            block.block_hash is None and manager.states.has_snapshot(block) for block in manager.pool.blocks
+            manager.pool.blocks[block_id].block_hash is None for block_id in manager.states.snapshots.by_block
         )
     assert was_unpublished
     assert len(replica.states) == 2  # at the end of the prompt and of the answer
@@ -288,7 +286,7 @@ def test_without_a_listener_no_events_pile_up_and_without_caching_there_are_none
     engine, _ = make_engine()
     engine.add_request(EngineRequest("a", list(range(9)), SamplingParams(max_tokens=1)))
     run_to_end(engine)
-    assert engine.block_manager.prefix_cache.take_events() == ()
+    assert engine.block_manager.prefix_cache.events.take() == ()
     replica = Replica()
     engine, _ = make_engine(enable_prefix_caching=False, on_kv_events=replica.apply)
     engine.add_request(EngineRequest("a", list(range(9)), SamplingParams(max_tokens=1)))

@@ -9,6 +9,7 @@ import pytest
 from engine.engine import Engine
 from engine.kv.block_manager import BlockManager
 from engine.kv.events import AllBlocksCleared, BlockRemoved, KVEvent
+from engine.kv.swapping import can_swap_out, swap_in, swap_out
 from engine.observability import metrics as m
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
@@ -67,7 +68,7 @@ def test_prefixes_that_fit_the_host_alone_are_hit_as_in_one_pool_of_both_sizes()
 def test_an_evicted_block_is_copied_to_the_host_and_back_once_each() -> None:
     manager = BlockManager(3, SIZE, num_host_blocks=3, record_events=True)
     end(manager, start(manager, list(range(8))))
-    manager.prefix_cache.take_events()
+    manager.prefix_cache.events.take()
     other = start(manager, [*range(20, 31)])
     swap_out, swap_in = manager.host_pool.take_copies()
     assert (swap_out, swap_in) == ([(1, 0), (0, 1)], []), "the end of the prompt is evicted first"
@@ -121,13 +122,13 @@ def test_of_a_chain_that_has_more_blocks_than_the_host_has_pages_the_beginning_i
     manager = BlockManager(8, SIZE, num_host_blocks=3, record_events=True)
     prompt = make_sequence(list(range(32)))
     end(manager, start(manager, prompt.token_ids))
-    manager.prefix_cache.take_events()
+    manager.prefix_cache.events.take()
     other = start(manager, list(range(32, 64)))
     swap_out, _ = manager.host_pool.take_copies()
     assert sorted(block for block, _ in swap_out) == [0, 1, 2], "of each reused page only the last copy is made"
     assert len({page for _, page in swap_out}) == 3
     hashes = [prompt.block_hash(index, SIZE) for index in range(8)]
-    removed = [event for event in manager.prefix_cache.take_events() if isinstance(event, BlockRemoved)]
+    removed = [event for event in manager.prefix_cache.events.take() if isinstance(event, BlockRemoved)]
     assert removed == [BlockRemoved(block_hash) for block_hash in reversed(hashes[3:])]
     assert [block_hash in manager.prefix_cache.published_hashes() for block_hash in hashes] == [True] * 3 + [False] * 5
     end(manager, other)
@@ -138,7 +139,7 @@ def test_of_a_chain_that_has_more_blocks_than_the_host_has_pages_the_beginning_i
 def test_a_page_that_a_swapped_sequence_or_a_load_uses_is_not_given_up() -> None:
     manager = BlockManager(4, SIZE, num_host_blocks=3)
     end(manager, start(manager, list(range(8))))
-    swapped = swap_out(manager, list(range(20, 24)))
+    swapped = swapped_out(manager, list(range(20, 24)))
     manager.host_pool.take_copies()
     evicting = start(manager, list(range(40, 56)))  # which evicts three blocks: two take pages, one has its page
     swap_out_pairs, _ = manager.host_pool.take_copies()
@@ -159,11 +160,11 @@ def test_a_page_from_an_earlier_step_that_the_device_evicts_is_given_up_too() ->
     end(manager, start(manager, [*second, *range(24, 28)]))
     end(manager, start(manager, first))  # loaded, so both tiers hold it
     end(manager, start(manager, second))
-    manager.prefix_cache.take_events()
+    manager.prefix_cache.events.take()
     block_id = manager.match_prefix(make_sequence(second)).blocks[0].block_id
     other = start(manager, list(range(40, 48)))
     assert manager.host_pool.take_copies() == ([(block_id, 0)], [])
-    events = manager.prefix_cache.take_events()
+    events = manager.prefix_cache.events.take()
     assert [event for event in events if isinstance(event, BlockRemoved)] == [
         BlockRemoved(make_sequence(first).block_hash(0, SIZE))
     ]
@@ -207,7 +208,7 @@ def test_a_reset_forgets_the_pages_too() -> None:
     assert not engine.block_manager.host_pool.names
     assert engine.block_manager.host_pool.pages.counts().free == 4
     assert answer(engine, list(range(9))) == runner.answer(list(range(9)), 2)
-    assert not runner.num_copied["swap_in"]
+    assert not runner.num_copied["block in"]
 
 
 def test_a_page_with_the_same_hash_never_serves_another_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,26 +237,26 @@ def test_a_block_that_is_computed_again_keeps_its_identity_so_that_pages_after_i
     manager = BlockManager(2, SIZE, num_host_blocks=4, record_events=True)
     end(manager, start(manager, list(range(8))))
     end(manager, start(manager, [*range(40, 48)]))
-    manager.prefix_cache.take_events()
+    manager.prefix_cache.events.take()
     again = make_sequence(list(range(4)))
     manager.allocate(again, 4)  # without a look-up
     end(manager, again)
-    assert not [event for event in manager.prefix_cache.take_events() if not isinstance(event, BlockRemoved)]
+    assert not [event for event in manager.prefix_cache.events.take() if not isinstance(event, BlockRemoved)]
     match = manager.match_prefix(make_sequence(list(range(8))))
     assert (len(match.blocks), len(match.pages)) == (1, 1)
     manager.check_integrity([])
 
 
-def swap_out(manager: BlockManager, tokens: list[int]) -> Sequence:
+def swapped_out(manager: BlockManager, tokens: list[int]) -> Sequence:
     sequence = start(manager, tokens)
     sequence.num_computed_tokens = sequence.num_tokens
-    manager.swap_out([sequence])
+    swap_out(manager, [sequence])
     return sequence
 
 
 def test_a_swapped_sequence_pins_its_pages_and_shares_the_full_ones() -> None:
     manager = BlockManager(3, SIZE, num_host_blocks=4)
-    swapped = swap_out(manager, list(range(9)))
+    swapped = swapped_out(manager, list(range(9)))
     manager.host_pool.take_copies()
     for first in (20, 40, 60):  # evict more than the host has room for
         end(manager, start(manager, [*range(first, first + 12)]))
@@ -264,9 +265,9 @@ def test_a_swapped_sequence_pins_its_pages_and_shares_the_full_ones() -> None:
     other = start(manager, list(range(8)))
     assert other.num_matched_tokens == 8, "another prompt hits the pages of a swapped sequence"
     end(manager, other)
-    manager.swap_in([swapped])
-    _, swap_in = manager.host_pool.take_copies()
-    assert len(swap_in) == 3
+    swap_in(manager, [swapped])
+    _, loaded = manager.host_pool.take_copies()
+    assert len(loaded) == 3
     manager.check_integrity([swapped])
 
 
@@ -274,16 +275,16 @@ def test_the_cached_pages_yield_to_a_swapped_sequence() -> None:
     manager = BlockManager(3, SIZE, num_host_blocks=3, record_events=True)
     end(manager, start(manager, [*range(20, 32)]))
     end(manager, start(manager, [*range(40, 52)]))
-    manager.prefix_cache.take_events()
+    manager.prefix_cache.events.take()
     assert manager.host_pool.pages.counts().cached == 3
     sequence = start(manager, list(range(12)))
     manager.host_pool.take_copies()
-    manager.prefix_cache.take_events()
+    manager.prefix_cache.events.take()
     sequence.num_computed_tokens = 12
-    assert manager.can_swap_out([sequence])
-    manager.swap_out([sequence])
+    assert can_swap_out(manager, [sequence])
+    swap_out(manager, [sequence])
     manager.host_pool.take_copies()
-    assert sum(isinstance(event, BlockRemoved) for event in manager.prefix_cache.take_events()) == 3
+    assert sum(isinstance(event, BlockRemoved) for event in manager.prefix_cache.events.take()) == 3
     manager.check_integrity([sequence])
     end(manager, start(manager, [*range(60, 72)]))
     manager.check_integrity([sequence])
@@ -292,7 +293,7 @@ def test_the_cached_pages_yield_to_a_swapped_sequence() -> None:
 
 def test_an_aborted_swapped_sequence_leaves_its_full_blocks_cached_on_the_host() -> None:
     manager = BlockManager(3, SIZE, num_host_blocks=4)
-    swapped = swap_out(manager, list(range(9)))
+    swapped = swapped_out(manager, list(range(9)))
     end(manager, start(manager, [*range(40, 52)]))
     manager.free(swapped)
     manager.host_pool.take_copies()
@@ -302,11 +303,11 @@ def test_an_aborted_swapped_sequence_leaves_its_full_blocks_cached_on_the_host()
 
 def test_pages_that_were_swapped_before_a_reset_are_not_hit_after_it() -> None:
     manager = BlockManager(3, SIZE, num_host_blocks=4)
-    swapped = swap_out(manager, list(range(9)))
+    swapped = swapped_out(manager, list(range(9)))
     manager.host_pool.take_copies()
     manager.prefix_cache.reset()
     assert manager.match_prefix(make_sequence(list(range(8)))).num_tokens == 0
-    manager.swap_in([swapped])
+    swap_in(manager, [swapped])
     manager.host_pool.take_copies()
     manager.check_integrity([swapped])
     manager.free(swapped)
@@ -332,7 +333,7 @@ def test_without_prefix_caching_nothing_is_kept_but_swapped_sequences() -> None:
     end(manager, start(manager, list(range(9))))
     end(manager, start(manager, list(range(9))))
     assert manager.host_pool.take_copies() == ([], [])
-    swapped = swap_out(manager, list(range(9)))
+    swapped = swapped_out(manager, list(range(9)))
     assert len(manager.host_pool.take_copies()[0]) == 3
     assert not manager.host_pool.names
     manager.check_integrity([swapped])

@@ -66,7 +66,7 @@ def test_what_lies_beyond_the_snapshot_is_computed_but_not_stored_again() -> Non
     ask(engine, "first", prompt)
     manager = engine.block_manager
     assert manager.states is not None
-    manager.states.clear()
+    manager.states.snapshots.clear()
     used = []
 
     def watch(sequence: Sequence) -> None:

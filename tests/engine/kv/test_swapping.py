@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from engine.kv.kv_cache import KVCache
+from engine.kv.layer_cache import State
+from engine.kv.page_copies import PageCopies
 from engine.llm import LLM
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput, StepTimes
 from engine.sequence import Sequence, SequenceStatus
+from engine.worker.step_plan import StepPlan
 from tests.engine.conftest import SavedModel
+from tests.engine.models.decoder.recurrent.recurrent_families import save_recurrent_model
 from tests.engine.oracle import Activity, answers, make_llm, random_tokens, run
 
 PARAMS: list[dict[str, Any]] = [
@@ -28,41 +33,38 @@ PARAMS: list[dict[str, Any]] = [
 
 
 class SwapWitness:
-    """Compares what a sequence's blocks hold before they are swapped out and after they came back."""
+    """Compares what a sequence has in the caches before it is swapped out and after it came back."""
 
     def __init__(self, llm: LLM) -> None:
         self.num_compared: dict[str, int] = {"alone": 0, "n": 0, "beams": 0}
-        self._kept: dict[Sequence, tuple[int, torch.Tensor]] = {}
+        self._kept: dict[Sequence, list[torch.Tensor]] = {}
         runner: Any = llm.engine.runner
-        self._cache: KVCache = runner.workers.local.kv_cache
+        self._worker = runner.workers.local
         self._engine = llm.engine
         schedule, computed = llm.engine.scheduler.schedule, runner.run
         execute = runner.workers.local.execute
 
         def watching_schedule() -> SchedulerOutput:
-            tables = {
-                sequence: (list(sequence.block_table), sequence.num_computed_tokens)
+            running = {
+                sequence: (self._bytes(sequence), sequence.num_computed_tokens)
                 for sequence in self._engine.scheduler.running
+                if sequence.num_computed_tokens
             }
             output = schedule()
-            for sequence, (table, count) in tables.items():
-                if sequence.status is SequenceStatus.SWAPPED and count:
+            for sequence, (held, count) in running.items():
+                if sequence.status is SequenceStatus.SWAPPED:
                     assert sequence.num_computed_tokens == count
-                    self._kept[sequence] = (count, self._bytes(table, count))
+                    self._kept[sequence] = held
             self._back = [s for group in output.admitted for s in group.unfinished if s in self._kept]
             return output
 
-        def watching_execute(*args: Any) -> Any:
-            result = execute(*args)
-            for sequence in self._back:
-                count, before = self._kept.pop(sequence)
-                after = self._bytes(sequence.block_table, count)
-                assert torch.equal(before, after), f"{sequence.request_id} came back with other bytes"
-                group = sequence.group
-                kind = "beams" if group.beams else "n" if group.params.num_sequences > 1 else "alone"
-                self.num_compared[kind] += 1
-            self._back = []
-            return result
+        def watching_execute(plan: StepPlan, *args: Any) -> Any:
+            if self._back:  # what a step computes comes after its copies
+                for pool, copies in zip(self._worker.kv_cache.pools, plan.copies, strict=True):
+                    pool.make(copies)
+                self._compare()
+                plan = replace(plan, copies=[PageCopies()] * len(plan.copies))
+            return execute(plan, *args)
 
         def watching_run(output: SchedulerOutput, times: StepTimes) -> SampledTokens:
             result: SampledTokens = computed(output, times)
@@ -74,20 +76,58 @@ class SwapWitness:
         runner.run = watching_run
         self._back: list[Sequence] = []
 
-    def _bytes(self, table: list[int], count: int) -> torch.Tensor:
-        """The keys and values of the first ``count`` tokens, as integers."""
-        parts = [part[table].flatten(0, 1)[:count] for layer in self._cache.layers for part in layer]
-        return torch.stack(parts).view(torch.int32)
+    def _compare(self) -> None:
+        for sequence in self._back:
+            before, after = self._kept.pop(sequence), self._bytes(sequence)
+            assert len(before) == len(after)
+            # The step may have released pages of windows before it swapped the others.
+            same = all(torch.equal(old[-len(new) :], new) for old, new in zip(before, after, strict=True))
+            assert same, f"{sequence.request_id} came back with other bytes"
+            group = sequence.group
+            kind = "beams" if group.beams else "n" if group.params.num_sequences > 1 else "alone"
+            self.num_compared[kind] += 1
+        self._back = []
+
+    def _bytes(self, sequence: Sequence) -> list[torch.Tensor]:
+        """Of each layer the keys and values of the computed tokens within reach, or the state, as integers."""
+        manager, cache, count = self._engine.block_manager, self._worker.kv_cache, sequence.num_computed_tokens
+        pages = {
+            window.window: [window.attached.by_block[block_id].block_id for block_id in window.held_blocks(sequence)]
+            for window in manager.windows
+        }
+        parts = []
+        for layer, tensors in zip(self._worker.shard.model.layer_caches, cache.layers, strict=True):
+            for part in tensors:
+                if isinstance(layer, State):
+                    slot = sequence.state_slot
+                    held = part[manager.states.snapshots.copies.get(slot, slot)]  # a fork's is not copied yet
+                else:
+                    rows = sequence.block_table if layer.window is None else pages[layer.window]
+                    end = count - (len(sequence.block_table) - len(rows)) * manager.block_size
+                    held = part[rows].flatten(0, 1)[:end]
+                parts.append(held.clone().view(torch.int32))
+        return parts
 
 
 @pytest.mark.parametrize(("block_size", "caching"), [(1, True), (4, False), (16, True)])
 def test_a_swapped_sequence_resumes_bit_identically(family: SavedModel, block_size: int, caching: bool) -> None:
+    check_swapped(family.path, block_size, caching)
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", pytest.param("nemotron-h", marks=pytest.mark.long)])
+def test_a_swapped_state_comes_back_bit_identically(name: str, tmp_path: Path) -> None:
+    _, path = save_recurrent_model(name, tmp_path)
+    check_swapped(path, 4, caching=True)
+
+
+def check_swapped(path: str, block_size: int, caching: bool) -> None:
+    """Compare what swapped sequences have before and after, and all answers with those of an undisturbed engine."""
     rng = random.Random(block_size)
     prompts = [random_tokens(rng, rng.randint(1, 24)) for _ in range(24)]
     params = [SamplingParams(**PARAMS[i % len(PARAMS)], max_tokens=32, ignore_eos=True) for i in range(24)]
-    undisturbed = answers(run(make_llm(family.path, block_size=block_size), prompts, params))
+    undisturbed = answers(run(make_llm(path, block_size=block_size), prompts, params))
     llm = make_llm(
-        family.path,
+        path,
         block_size=block_size,
         num_blocks=272 // block_size,
         enable_prefix_caching=caching,

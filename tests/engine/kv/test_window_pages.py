@@ -48,7 +48,7 @@ def test_a_prefill_holds_those_of_its_chunk_too() -> None:
     ask(engine, "long", list(range(60)), max_tokens=20)
     (window,) = engine.block_manager.windows
     assert window.pages.counts().used == 0
-    assert window.num_evicted > 5
+    assert window.attached.num_evicted > 5
 
 
 def test_more_sequences_fit_than_with_all_their_pages() -> None:
@@ -89,8 +89,8 @@ def test_a_match_ends_where_the_pages_within_reach_are_cached() -> None:
     assert ask(engine, "again", prompt) == 39
     assert ask(engine, "longer", [*prompt, 41, 42]) == 40
     (window,) = engine.block_manager.windows
-    for block_id in list(window._page_of)[:5]:  # pages beyond reach are evicted first
-        window.detach(block_id)
+    for block_id in list(window.attached.by_block)[:5]:  # pages beyond reach are evicted first
+        window.attached.detach(block_id)
     assert ask(engine, "at the end", prompt) == 39
     assert ask(engine, "in between", [*prompt[:18], *range(50, 60)]) == 0  # its pages are lost
 
@@ -101,14 +101,15 @@ def test_a_match_needs_only_what_the_next_token_reaches() -> None:
     ask(engine, "first", prompt)
     sequence = engine.add_request(EngineRequest("probe", prompt, SamplingParams(max_tokens=1))).sequences[0]
     engine.abort("probe")
-    blocks = engine.block_manager.prefix_cache.match(sequence).blocks
+    match = engine.block_manager.prefix_cache.match(sequence)
+    blocks = match.blocks
     (window,) = engine.block_manager.windows
     assert len(blocks) == 5
     for block in blocks[:3]:  # token 20 reaches back to 13, in block 3
-        window.detach(block.block_id)
-        assert window.num_resumable(blocks, 5, 20) == 5
-    window.detach(blocks[3].block_id)
-    assert window.num_resumable(blocks, 5, 20) == 0
+        window.attached.detach(block.block_id)
+        assert window.num_resumable(match, 5, 20) == 5
+    window.attached.detach(blocks[3].block_id)
+    assert window.num_resumable(match, 5, 20) == 0
 
 
 def test_maps_turn_blocks_into_pages() -> None:

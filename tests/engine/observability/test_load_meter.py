@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from engine.kv.block_manager import BlockManager
+from engine.kv.page_copies import PageCopies
 from engine.observability.load_meter import LoadMeter
 from engine.scheduling.prefill_backlog import PrefillBacklog
 from engine.scheduling.scheduler import Scheduler
@@ -25,7 +26,9 @@ class Metered:
 
     def step(self, num_tokens: int, num_sequences: int, seconds: float) -> None:
         sequences: list[Any] = [None] * num_sequences
-        output = SchedulerOutput(sequences=sequences, num_new_tokens=[num_tokens], swap_out=[(0, 0)])
+        output = SchedulerOutput(
+            sequences=sequences, num_new_tokens=[num_tokens], block_copies=PageCopies(swap_out=[(0, 0)])
+        )
         self.meter.step_started()
         self.meter.step_scheduled(output)
         self.clock.now += seconds

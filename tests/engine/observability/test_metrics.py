@@ -19,7 +19,8 @@ from engine.outputs import FinishReason
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.scheduler_output import SampledTokens
-from tests.engine.shadow import ShadowProposer, make_engine, run_all_to_end, run_to_end
+from tests.engine.shadow import make_engine, run_all_to_end, run_to_end
+from tests.engine.shadow_model import ShadowProposer
 
 
 class RecordingSink:

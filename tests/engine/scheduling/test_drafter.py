@@ -15,7 +15,8 @@ from engine.sampling_params import SamplingParams
 from engine.scheduling.drafter import accepted_tokens
 from engine.scheduling.scheduler_output import SchedulerOutput
 from engine.sequence import Sequence
-from tests.engine.shadow import ShadowRunner, check_integrity, make_engine, next_token, run_to_end
+from tests.engine.shadow import ShadowRunner, check_integrity, make_engine, run_to_end
+from tests.engine.shadow_model import next_token
 
 PROMPT = [3, 1, 4, 1, 5]
 

@@ -26,7 +26,8 @@ from engine.errors import OverloadedError
 from engine.kv import prefix_cache as prefix_cache_module
 from engine.kv.block_manager import BlockManager
 from engine.kv.block_pool import Block
-from engine.kv.host_pool import BlockPair, HostPool
+from engine.kv.host.host_pool import HostPool
+from engine.kv.page_copies import BlockPair
 from engine.kv.prefix_cache import PrefixCache, PrefixMatch
 from engine.outputs import FinishReason
 from engine.prefix_hash import packed_block_hash
@@ -226,9 +227,9 @@ def test_an_evicted_block_that_is_not_copied_is_detected() -> None:
 
 
 def test_a_page_that_is_reused_in_the_step_that_loads_it_is_detected() -> None:
-    def load_unpinned(pool: HostPool, page: Block, block: Block) -> None:
+    def load_unpinned(pool: HostPool, page: Block, page_id: int) -> None:
         pool.pages.release(page)
-        pool._copies_in.append((page.block_id, block.block_id))
+        pool._copies_in.append((page.block_id, page_id))
 
     assert_found(
         lambda patch: patch.setattr(HostPool, "load", load_unpinned), "reads foreign KV|published with foreign content"
@@ -238,9 +239,9 @@ def test_a_page_that_is_reused_in_the_step_that_loads_it_is_detected() -> None:
 def test_a_reused_page_that_gets_the_block_that_it_was_to_hold_first_is_detected() -> None:
     keep = HostPool.keep
 
-    def keep_first(pool: HostPool, block: Block) -> Block:
+    def keep_first(pool: HostPool, block: Block | None, page_id: int) -> Block:
         before = dict(pool._copies_out)
-        page = keep(pool, block)
+        page = keep(pool, block, page_id)
         pool._copies_out |= before
         return page
 

@@ -9,19 +9,16 @@ flight while the next one is scheduled, and every answer must be the same: 5,000
 from __future__ import annotations
 
 import gc
-import random
-from collections import Counter
 
 import pytest
 from hypothesis import HealthCheck, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from engine.kv.pool_sizes import pages_in_reach
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence, SequenceGroup
-from tests.engine.random_load import RandomLoad, drive
-from tests.engine.random_requests import Arrival, random_options
+from tests.engine.random_load import RandomLoad, drive, drive_seeds
+from tests.engine.random_requests import Arrival
 
 MAX_TOKENS = st.integers(1, 40) | st.none()
 STOP_TOKEN_IDS = st.sampled_from([(), (3,), (1, 2, 3), tuple(range(0, 64, 8))])
@@ -194,21 +191,6 @@ LEAST_OVERLAPPED = {name: least // 3 for name, least in LEAST.items()} | {
 }
 
 
-def _drive_seeds(first_seed: int, num_steps: int, least: dict[str, int] = LEAST, **options: object) -> None:
-    """Drive one seed after another for so many steps; a failure names the seed, and ``drive(seed)`` repeats it."""
-    counts: Counter[str] = Counter()
-    seed = first_seed
-    while counts["steps"] < num_steps:
-        try:
-            counts += drive(seed, **options).counts
-        except Exception as error:
-            raise AssertionError(f"seed {seed}: {error}") from error
-        seed += 1
-    wanted = {name: count * num_steps // 100_000 for name, count in least.items()}
-    missed = {name: counts[name] for name, count in wanted.items() if counts[name] < count}
-    assert not missed, f"too seldom in {counts['steps']} steps: {missed}"
-
-
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_an_engine_keeps_nothing_of_the_requests_that_have_ended(overlaps: bool) -> None:
     """A server runs for weeks: what the engine refers to after the end of a request would fill its memory."""
@@ -226,78 +208,16 @@ def test_an_engine_keeps_nothing_of_the_requests_that_have_ended(overlaps: bool)
 
 
 def test_five_thousand_random_steps() -> None:
-    _drive_seeds(0, 5_000)
+    drive_seeds(0, 5_000, LEAST)
 
 
 @pytest.mark.exhaustive("minutes of random steps")
 def test_ninety_five_thousand_other_random_steps() -> None:
-    _drive_seeds(1_000, 95_000)
+    drive_seeds(1_000, 95_000, LEAST)
 
 
 def test_five_thousand_random_steps_that_overlap() -> None:
-    _drive_seeds(0, 5_000, LEAST_OVERLAPPED, async_scheduling=True)
-
-
-# With recurrent layers, whose states are copied, saved, forked and restored; a fifth of the drafts are rejected.
-LEAST_WITH_STATES = {
-    "finished": 4000,
-    "evicted": 20_000,
-    "prefill beside decode": 3000,
-    "preempted to recompute": 500,
-    "copied on write": 300,
-    "beam searches": 300,
-    "tokens drafted": 5000,
-    "tokens from drafts": 2000,
-    "cached": 250,
-    "copied states": 10_000,
-    "saved states": 3000,
-    "evicted snapshots": 1000,
-}
-
-
-def _window_options(seed: int) -> dict[str, object]:
-    """Draw one or two windows with few pages: enough for a step and for what one to four sequences reach."""
-    options, rng = random_options(random.Random(seed)), random.Random(-seed)
-    size, budget, num_blocks = (
-        int(str(options[key])) for key in ("block_size", "max_num_batched_tokens", "num_blocks")
-    )
-    windows = sorted(rng.sample([1, 2, 3, 5, 8, 13, 20], rng.choice([1, 1, 2])))
-    pages = [rng.choice([1, 2, 4]) * pages_in_reach(window, size) * 4 + -(-budget // size) for window in windows]
-    counts = [min(num_blocks, count) for count in pages]
-    return {"windows": tuple(zip(windows, counts, strict=True)), "num_host_blocks": 0, "twins_share": False}
-
-
-@pytest.mark.parametrize("options", [{}, {"async_scheduling": True}, {"num_slots": 12}], ids=str)
-@pytest.mark.parametrize(
-    "seeds",
-    [
-        range(3),
-        pytest.param(range(10, 18), marks=pytest.mark.long),
-        pytest.param(range(18, 300), marks=pytest.mark.exhaustive("more seeds, 100,000 steps in all")),
-    ],
-    ids=str,
-)
-def test_random_steps_with_windows(seeds: range, options: dict[str, object]) -> None:
-    for seed in seeds:
-        drive(seed, **(_window_options(seed) | options))
-
-
-@pytest.mark.parametrize("num_slots", [1, 2, 3, 6, 12, 40])
-def test_random_steps_with_states(num_slots: int) -> None:
-    for seed in range(2):
-        drive(seed, num_slots=num_slots, num_host_blocks=0)
-
-
-@pytest.mark.parametrize(
-    ("first_seed", "num_steps"),
-    [
-        pytest.param(1_000, 10_000, marks=pytest.mark.long),
-        pytest.param(5_000, 90_000, marks=pytest.mark.exhaustive("more seeds than the 10,000 steps of CI")),
-    ],
-)
-def test_many_random_steps_with_states(first_seed: int, num_steps: int) -> None:
-    for num_slots in (3, 12):
-        _drive_seeds(first_seed, num_steps // 2, LEAST_WITH_STATES, num_slots=num_slots, num_host_blocks=0)
+    drive_seeds(0, 5_000, LEAST_OVERLAPPED, async_scheduling=True)
 
 
 @pytest.mark.parametrize(
@@ -308,4 +228,4 @@ def test_many_random_steps_with_states(first_seed: int, num_steps: int) -> None:
     ],
 )
 def test_many_other_random_steps_that_overlap(first_seed: int, num_steps: int) -> None:
-    _drive_seeds(first_seed, num_steps, LEAST_OVERLAPPED, async_scheduling=True)
+    drive_seeds(first_seed, num_steps, LEAST_OVERLAPPED, async_scheduling=True)

@@ -8,7 +8,8 @@ from engine.engine import Engine
 from engine.outputs import EngineOutput, FinishReason
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
-from tests.engine.shadow import ShadowRunner, make_engine, token_logprob
+from tests.engine.shadow import ShadowRunner, make_engine
+from tests.engine.shadow_model import token_logprob
 
 PROMPT = [1, 2, 3]
 ENDS = list(range(0, 64, 3))  # token ids that end some beams of a search, and not others

@@ -12,14 +12,14 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.kv.pool_sizes import PageSizes
+from engine.kv.pool_sizes import PageSizes, PoolSizes
 from engine.worker import memory
 from engine.worker.memory import (
     available_host_memory,
     blocks_that_fit,
     gpu_memory_for_cache,
-    host_blocks_for,
     host_memory_for_cache,
+    host_pools_for,
 )
 from engine.worker.model_runner import ModelRunner
 from kernels import cgroup
@@ -133,23 +133,42 @@ def test_a_start_touches_nothing_of_the_pool_on_a_cpu(qwen3: SavedModel) -> None
     assert resident() - before < 2**27
 
 
+def host_pools(swap_space_gib: float, sizes: PageSizes, **options: Any) -> PoolSizes:
+    config = EngineConfig(model="m", device="cpu", swap_space_gib=swap_space_gib, **options)
+    return host_pools_for(config, PoolSizes(1), sizes, max_model_len=100)
+
+
 def test_the_host_pool_takes_the_swap_space_and_not_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_host_memory", lambda: 8 * 2**30)
-    assert host_blocks_for(0, 2**20) == 0
-    assert host_blocks_for(2, 2**20) == 2048
-    assert host_blocks_for(0.5, 3 * 2**20) == 170
-    assert host_blocks_for(8, 2**30) == 8
+    for swap_space_gib, block, num_blocks in ((0, 2**20, 0), (2, 2**20, 2048), (0.5, 3 * 2**20, 170), (8, 2**30, 8)):
+        sizes = PageSizes(block=block, windows=(), slot=0, block_size=16)
+        assert host_pools(swap_space_gib, sizes).num_host_blocks == num_blocks
+        assert host_pools(swap_space_gib, sizes, tensor_parallel_size=2).num_host_blocks == num_blocks // 2
+
+
+def test_the_swap_space_is_divided_between_blocks_pages_of_windows_and_states() -> None:
+    sizes = PageSizes(block=1000, windows=((24, 500),), slot=7000, block_size=16)
+    memory = 3 * (7 * 1000 + 3 * 500 + 3 * 7000)  # three sequences of 100 tokens, each with two snapshots
+    pools = host_pools((memory + 600) / 2**30, sizes, state_snapshots=2)
+    assert (pools.num_host_blocks, pools.num_host_window_pages, pools.num_host_slots) == (21, (9,), 9)
+    pools = host_pools(23_500 / 2**30, sizes, state_snapshots=2)  # for a shorter sequence
+    assert (pools.num_host_blocks, pools.num_host_window_pages, pools.num_host_slots) == (2, (1,), 3)
+
+
+def test_where_no_layer_attends_to_everything_the_host_names_blocks_without_memory() -> None:
+    pools = host_pools(70_000 / 2**30, PageSizes(block=0, windows=(), slot=7000, block_size=16), state_snapshots=4)
+    assert (pools.num_host_blocks, pools.num_host_slots) == (14, 10)
 
 
 def test_a_swap_space_beyond_the_machine_names_both(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_host_memory", lambda: 3 * 2**29)
     with pytest.raises(ConfigError, match=r"swap_space_gib=1\.6 exceeds the 1\.50 GiB of memory .* lower it"):
-        host_blocks_for(1.6, 2**20)
+        host_pools(1.6, PageSizes(block=2**20, windows=(), slot=0, block_size=16))
 
 
 def test_a_swap_space_below_one_block_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"swap_space_gib=0\.001 holds no block, which takes 2\.00 MiB; raise it"):
-        host_blocks_for(0.001, 2**21)
+        host_pools(0.001, PageSizes(block=2**21, windows=(), slot=0, block_size=16))
 
 
 def test_a_container_has_what_its_limit_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.kv.page_copies import PageCopies
 from engine.llm import LLM
 from engine.request import EngineRequest
 from engine.sampling.sampler import NO_TOKEN, Sampler
@@ -36,8 +37,8 @@ def test_a_step_without_tokens_still_copies_its_blocks(qwen3: SavedModel) -> Non
         key.normal_()
         value.normal_()
     before = cache.layers[0][0][2].clone()
-    assert runner.run(SchedulerOutput(swap_out=[(2, 1)]), StepTimes()).token_ids == []
-    assert runner.run(SchedulerOutput(swap_in=[(1, 5)], block_copies=[(5, 6)]), StepTimes()).token_ids == []
+    for copies in (PageCopies(swap_out=[(2, 1)]), PageCopies(swap_in=[(1, 5)], on_device=[(5, 6)])):
+        assert runner.run(SchedulerOutput(block_copies=copies), StepTimes()).token_ids == []
     assert torch.equal(cache.layers[0][0][6], before)
 
 

@@ -7,6 +7,7 @@ import pickle
 import pytest
 
 from engine.kv.block_manager import BlockManager
+from engine.kv.page_copies import PageCopies
 from engine.scheduling.scheduler_output import SchedulerOutput
 from engine.sequence import Sequence
 from engine.worker.step_planner import StepPlanner
@@ -64,8 +65,8 @@ def test_a_prompts_last_token_is_no_decode() -> None:
 
 
 def test_a_plan_that_only_copies_blocks_has_no_tokens() -> None:
-    plan = StepPlanner(4, 2, 8).plan(SchedulerOutput(swap_out=[(2, 1)]))
-    assert plan.swap_out == [(2, 1)]
+    plan = StepPlanner(4, 2, 8).plan(SchedulerOutput(block_copies=PageCopies(swap_out=[(2, 1)])))
+    assert plan.copies[0].swap_out == [(2, 1)]
     assert not len(plan.token_ids)
     assert not len(plan.logit_indices)
 

@@ -134,7 +134,7 @@ def test_ranks_that_compute_prompt_logits_in_slices_stay_in_step(checkpoint: Cal
 def test_ranks_share_the_memory_of_the_kv_cache(checkpoint: Callable[[str], str]) -> None:
     """Each holds its own KV heads of every block; where heads are replicated, there is room for fewer blocks."""
     blocks = {}
-    for name in ("llama", "mistral"):  # 4 and 2 KV heads
+    for name in ("llama", "qwen3"):  # 4 and 2 KV heads
         for size in (1, 2, 4):
             options = OPTIONS | {"kv_cache_memory": "1MiB", "swap_space_gib": 2**-10}
             llm = LLM(checkpoint(name), tensor_parallel_size=size, **options)
@@ -148,7 +148,7 @@ def test_ranks_share_the_memory_of_the_kv_cache(checkpoint: Callable[[str], str]
             assert worker.kv_cache.blocks.num_host_pages == llm.engine.info.num_host_blocks == blocks[name, size]
             llm.engine.close()
     assert blocks["llama", 1] == blocks["llama", 2] == blocks["llama", 4]
-    assert blocks["mistral", 1] == blocks["mistral", 2] == 2 * blocks["mistral", 4]
+    assert blocks["qwen3", 1] == blocks["qwen3", 2] == 2 * blocks["qwen3", 4]
 
 
 @pytest.mark.usefixtures("rank_threads")

@@ -22,9 +22,12 @@ def test_greedy_tokens_equal_transformers(zoo: Zoo, architecture: str) -> None:
     inhabitant = zoo(architecture)
     expected = oracle(inhabitant.model, make_prompts())
     assert len({tuple(answer) for (answer,) in expected}) > 1, "the oracle's answers are too much alike"
-    swap_space_gib = 0.001 if sum(map(ord, architecture)) % 2 else 0.0
+    swap_space_gib = 0.001 if sum(map(ord, architecture)) % 2 or architecture == "GptOssForCausalLM" else 0.0
     activity = check(inhabitant.path, (4, 7, True, swap_space_gib), expected, model_impl="transformers")
-    assert activity.num_swapped_out if swap_space_gib else activity.num_recomputed
+    if swap_space_gib:
+        activity.check_swapped()
+    else:
+        assert activity.num_recomputed
 
 
 @pytest.mark.long

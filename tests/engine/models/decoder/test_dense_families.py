@@ -232,7 +232,10 @@ def test_greedy_tokens_equal_transformers(saved: Callable[[str], Saved], name: s
     for swap_space_gib in (0.0, 0.001):
         setting = (4, 7, True, swap_space_gib)
         activity = greedy_answers.check(saved(name).path, setting, expected, model_impl="pagoda")
-        assert activity.num_swapped_out if swap_space_gib else activity.num_recomputed
+        if swap_space_gib:
+            activity.check_swapped()
+        else:
+            assert activity.num_recomputed
 
 
 @pytest.mark.long

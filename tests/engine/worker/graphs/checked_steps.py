@@ -49,14 +49,14 @@ class Checks:
                 self._compare(plan, logits)
             return logits
 
-        copy_blocks = ModelWorker._copy_blocks
+        copy_pages = ModelWorker._copy_pages
 
         def copy(worker: ModelWorker, plan: StepPlan) -> None:
-            copy_blocks(worker, plan)
+            copy_pages(worker, plan)
             self._before = self._states()
 
         monkeypatch.setattr(ModelWorker, "execute", checked)
-        monkeypatch.setattr(ModelWorker, "_copy_blocks", copy)
+        monkeypatch.setattr(ModelWorker, "_copy_pages", copy)
 
     @property
     def graphs(self) -> DecodeGraphs:
@@ -73,12 +73,12 @@ class Checks:
             "padding": len(plan.seq_lens) < graph.inputs.size,
             "changed tables": len(plan.table_changes.entries) > 0,
             "not sampling": len(plan.logit_indices) < len(plan.seq_lens),
-            "swap_in": bool(plan.swap_in),
-            "swap_out": bool(plan.swap_out),
-            "block_copies": bool(plan.block_copies),
-            "state_copies": bool(plan.state_copies),
+            "swap_in": bool(plan.copies[0].swap_in),
+            "swap_out": bool(plan.copies[0].swap_out),
+            "block_copies": bool(plan.copies[0].on_device),
+            "state_copies": bool(plan.copies[-1].on_device),
             "changed pages": any(len(window.changed_blocks) for window in plan.windows),
-            "page copies": any(window.copies for window in plan.windows),
+            "page copies": any(copies.on_device for copies in plan.copies[1:-1]),
         }
         self.kinds.update(name for name, is_so in happened.items() if is_so)
 

@@ -26,10 +26,14 @@ def test_greedy_tokens_equal_transformers(saved: Callable[[str], Saved], name: s
     expected = greedy_answers.oracle(saved(name).model, greedy_answers.make_prompts())
     assert len({tuple(answer) for (answer,) in expected}) > 1, "the oracle's answers are too much alike"
     pool_tokens = POOL_TOKENS if name != "granite-4" else greedy_answers.POOL_TOKENS  # which has no states
-    activity = greedy_answers.check(
-        saved(name).path, (4, 7, True, 0.0), expected, model_impl="pagoda", pool_tokens=pool_tokens
-    )
-    assert activity.num_recomputed
+    for swap_space_gib in (0.0, 0.02):
+        activity = greedy_answers.check(
+            saved(name).path, (4, 7, True, swap_space_gib), expected, model_impl="pagoda", pool_tokens=pool_tokens
+        )
+        if swap_space_gib:
+            activity.check_swapped()
+        else:
+            assert activity.num_recomputed
 
 
 @pytest.mark.parametrize("name", sweep("qwen3.5", "lfm2-moe", "nemotron-3-nano"))

@@ -1,14 +1,16 @@
-"""BlockStore: the tier behind the device pool. It keeps pages of the prefix cache by name.
+"""BlockStore: the tier behind a pool of the device. It keeps by name what belongs to published blocks.
 
-A page is the K and V of one full block, and its name is the block's hash. The prefix cache stores a block that it must
-evict, and loads it again when a prompt's match continues in the store:
+A page is what one full block has of one kind: its keys and values in the layers that attend to everything, those in the
+layers with one window, or the snapshot of the states after it. Each kind has a store of its own. The name of a page is
+the block's hash. The prefix cache stores a block that it must evict, and loads it again when a prompt's match continues
+in the store; what hangs on the block is stored with it, or when it is evicted before the block (attached_pages.py):
 
     prompt  [ block 0 ][ block 1 ][ block 2 ][ block 3 ][ tail ]
               device     device     store      store      computed
 
 The prefix cache verifies a page as it verifies a block of the device: by its tokens and its parent. A name that both
-the device and the store hold has the same content in both. Only published blocks are stored, so their K and V are
-computed and their tokens accepted before the copy is made. A store may lose a page at any time: what it does not hold
+the device and the store hold has the same content in both. Only what belongs to published blocks is stored, so it is
+computed and its tokens are accepted before the copy is made. A store may lose a page at any time: what it does not hold
 is computed again.
 
 A store makes no copy itself. It collects the copies of a step, which every rank makes before the step computes: first
@@ -44,16 +46,16 @@ class BlockStore(ABC):
         """Return the page with this name. The caller must verify that it holds the content that the caller expects."""
 
     @abstractmethod
-    def store(self, block: Block) -> bool:
-        """Keep what a published block of the device holds, which this step may overwrite; False if there is no room."""
+    def store(self, block: Block, page_id: int) -> bool:
+        """Keep what a published block has on a page of the device, which this step may overwrite; False if full."""
 
     @abstractmethod
     def pin(self, page: Block) -> None:
         """Keep a page until it is loaded in this step, whatever is stored meanwhile."""
 
     @abstractmethod
-    def load(self, page: Block, block: Block) -> None:
-        """Copy a pinned page to a block of the device in this step."""
+    def load(self, page: Block, page_id: int) -> None:
+        """Copy a pinned page of the store to a page of the device in this step."""
 
     @abstractmethod
     def discard(self, block_hash: int) -> None:

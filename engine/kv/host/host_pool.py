@@ -1,0 +1,159 @@
+"""HostPool: pages of one kind in host memory. They keep what the device evicts, and those of swapped sequences.
+
+There is a pool of blocks, one for each window and one for states. The pages of a pool are in one of the states of a
+``BlockPool``:
+
+    free          it holds nothing of value
+    free, cached  it holds what belongs to a published block, and can be loaded; the least recently used one goes first
+    used          a swapped sequence has it, or this step loads it
+
+A swapped sequence pins its pages. What belongs to a published block is stored under its name too, so it is copied once,
+whether the sequence is swapped first or the block is evicted first, and another prompt can hit it. A page that was
+loaded is held twice, on the device and here. It is reused before all others, and is not copied if the device evicts it
+earlier.
+
+A step may evict more than there are pages. Then it reuses pages that it has just stored, the first one first. A chain
+is evicted from its end, so its beginning remains, which can be hit. Only the last content of a page is copied.
+
+The pool knows numbers, names and reference counts. ``PageMemory`` holds the memory itself and copies it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection
+
+from engine.kv.block_pool import Block, BlockPool
+from engine.kv.host.block_store import BlockStore
+from engine.kv.page_copies import BlockPair
+
+__all__ = ["HostPool"]
+
+
+class HostPool(BlockStore):
+    """Allocates pages to what the device evicts, and to swapped sequences.
+
+    Args:
+        num_pages: size of the pool; 0 turns swapping off, and what the device evicts is lost.
+        expires_loaded: reuse loaded pages before all others, because the device holds their content too.
+    """
+
+    def __init__(self, num_pages: int, *, expires_loaded: bool = True) -> None:
+        self.pages = BlockPool(num_pages)
+        self.on_removed: Callable[[int], None] = lambda block_hash: None
+        self._expires_loaded = expires_loaded
+        self._by_hash: dict[int, Block] = {}
+        # The copies of this step, and the pages that it loads.
+        self._copies_out: dict[int, int] = {}  # host page -> page of the device
+        self._copies_in: list[BlockPair] = []
+        self._loaded: list[Block] = []
+
+    @property
+    def num_free(self) -> int:
+        """Pages that can be allocated: the free ones, cached or not."""
+        return self.pages.num_free
+
+    # --- the tier behind the device -----------------------------------------------------------------------------
+
+    @property
+    def names(self) -> Collection[int]:
+        return self._by_hash.keys()
+
+    def lookup(self, block_hash: int) -> Block | None:
+        return self._by_hash.get(block_hash)
+
+    def store(self, block: Block, page_id: int) -> bool:
+        if not self.num_free and block.block_hash not in self._by_hash:
+            return False
+        self.pages.release(self.keep(block, page_id))
+        return True
+
+    def pin(self, page: Block) -> None:
+        self.pages.retain(page)
+
+    def load(self, page: Block, page_id: int) -> None:
+        self._loaded.append(page)
+        self._copies_in.append((page.block_id, page_id))
+
+    def discard(self, block_hash: int) -> None:
+        if (page := self._by_hash.pop(block_hash, None)) is not None:
+            self._forget(page)
+
+    def clear(self) -> None:
+        self.take_copies()
+        for page in self._by_hash.values():
+            self._forget(page)
+        self._by_hash.clear()
+
+    # --- swapped sequences --------------------------------------------------------------------------------------
+
+    def keep(self, block: Block | None, page_id: int) -> Block:
+        """Return a host page with what a page of the device holds, and one more user; there must be a free one.
+
+        The page is copied in this step, unless it belongs to a published block and the pool has it.
+
+        Args:
+            block: to which the page belongs; None if it belongs to a sequence.
+            page_id: the page of the device.
+        """
+        block_hash = None if block is None else block.block_hash
+        page = None if block_hash is None else self._by_hash.get(block_hash)
+        if page is not None:
+            self.pages.retain(page)
+            return page
+        if self.pages.must_evict:
+            self._evict()
+        page = self.pages.take()
+        if block is not None and block_hash is not None:
+            page.copy_content(block)
+            self._by_hash[block_hash] = page
+        self._copies_out[page.block_id] = page_id
+        return page
+
+    def bring_back(self, host_id: int, page_id: int) -> None:
+        """Copy a page of a swapped sequence to a page of the device in this step."""
+        page = self.pages.blocks[host_id]
+        self.pin(page)
+        self.load(page, page_id)
+
+    def release(self, host_ids: list[int]) -> None:
+        """Release a sequence's pages, the last page first, so that its end is reused before its beginning."""
+        for host_id in reversed(host_ids):
+            self.pages.release(self.pages.blocks[host_id])
+
+    # --- a step -------------------------------------------------------------------------------------------------
+
+    def take_copies(self) -> tuple[list[BlockPair], list[BlockPair]]:
+        """Return the step's copies, (page, host page) and (host page, page); the next step may reuse the host pages."""
+        if not self._copies_out and not self._copies_in:
+            return [], []
+        copies = [(page_id, host_id) for host_id, page_id in self._copies_out.items()], self._copies_in
+        self._copies_out, self._copies_in = {}, []
+        for page in self._loaded:
+            self.pages.release(page)
+            if self._expires_loaded:
+                self.pages.expire(page)
+        self._loaded.clear()
+        return copies
+
+    def _evict(self) -> None:
+        """Forget the least recently used page, so that it can be allocated."""
+        page = self.pages.least_recently_used
+        assert page.block_hash is not None
+        block_hash = page.block_hash
+        self.discard(block_hash)
+        self.on_removed(block_hash)
+
+    def _forget(self, page: Block) -> None:
+        page.forget_content()
+        if page.ref_count == 0:
+            self.pages.uncache(page)
+
+    def check_integrity(self, num_users: Counter[int]) -> None:
+        """Assert that each page is in one state, given how many host tables list each one, and found by its name."""
+        self.pages.check_integrity(num_users)
+        named = {page.block_hash: page for page in self.pages.blocks if page.block_hash is not None}
+        assert named == self._by_hash, "a page is not found under its name"
+        # A fork takes the slot of a snapshot before the step that copies that to the host.
+        left = [host_id for host_id in self._copies_out if self.pages.blocks[host_id].block_hash is None]
+        assert not left + self._loaded + self._copies_in, "copies of a step are left"
