@@ -29,6 +29,9 @@ class Shape:
     activation: Activation = "silu"
     dtype: torch.dtype = torch.bfloat16
     rotates: bool = True
+    normalizes_values: bool = False
+    scales_sums: bool = False
+    stores: bool = True
 
     def norm(self, width: int) -> Norm:
         return SimpleNamespace(weight=torch.zeros(width, dtype=self.dtype), eps=1e-6, adds_one=self.adds_one)
@@ -46,6 +49,15 @@ MODELS = {
     "OLMo-3-7B": Shape(4096, 11008, 32, 32, norms="after", qk_norm="projection"),
     "OLMo-2-32B": Shape(5120, 27648, 40, 8, norms="after", qk_norm="projection"),
     "Gemma-3-1B": Shape(1152, 6912, 4, 1, 256, "around", "head", True, "gelu_tanh"),
+    "Gemma-4-26B": Shape(
+        2816, 2112, 16, 8, 256, "around", "head", False, "gelu_tanh", normalizes_values=True, scales_sums=True
+    ),
+    "Gemma-4-31B, full attention": Shape(
+        5376, 21504, 32, 4, 512, "around", "head", False, "gelu_tanh", normalizes_values=True, scales_sums=True
+    ),
+    "Gemma-4-E4B, shared keys": Shape(
+        2560, 20480, 8, 2, 512, "around", "head", False, "gelu_tanh", scales_sums=True, stores=False
+    ),
     "Gemma-2-27B": Shape(4608, 36864, 32, 16, 128, "around", "none", True, "gelu_tanh"),
 }
 
@@ -55,15 +67,18 @@ def run_layer_ops(shape: Shape) -> None:
     ops, dtype = TritonOps(), shape.dtype
     hidden = torch.zeros(3, shape.hidden, dtype=dtype)
     before = shape.norm(shape.hidden) if shape.norms != "after" else None
-    addend = Addend(hidden, shape.norm(shape.hidden) if shape.norms != "before" else None)
+    scale = torch.zeros(1, dtype=dtype) if shape.scales_sums else None
+    addend = Addend(hidden, shape.norm(shape.hidden) if shape.norms != "before" else None, 1.0, scale)
     ops.add_norm(hidden, None, before)
     ops.add_norm(hidden, addend, before)
     ops.add_norm(hidden, addend, shape.norm(shape.hidden))
-    qkv = torch.zeros(3, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim, dtype=dtype)
+    num_stored = 2 * shape.num_kv_heads if shape.stores else 0
+    qkv = torch.zeros(3, (shape.num_heads + num_stored) * shape.head_dim, dtype=dtype)
     heads = (shape.num_heads, shape.num_kv_heads) if shape.qk_norm == "projection" else (1, 1)
     norms = [None if shape.qk_norm == "none" else shape.norm(count * shape.head_dim) for count in heads]
     positions = torch.zeros(3, dtype=torch.int64)
     rotation = Rotation(torch.zeros(9, 2, shape.head_dim // 2), positions, dtype) if shape.rotates else None
     keys = torch.zeros(1, 16, shape.num_kv_heads, shape.head_dim, dtype=dtype)
-    ops.rotate_and_store(qkv, norms[0], norms[1], rotation, LayerCache(keys, keys.clone(), positions))
+    cache = LayerCache(keys, keys.clone(), positions if shape.stores else None)
+    ops.rotate_and_store(qkv, norms[0], norms[1], rotation, cache, 1e-6 if shape.normalizes_values else None)
     ops.gated_activation(torch.zeros(3, 2 * shape.intermediate, dtype=dtype), shape.activation)

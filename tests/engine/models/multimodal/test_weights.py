@@ -39,7 +39,14 @@ def test_only_the_text_part_is_left(published: Published, name: str) -> None:
         names = checkpoint.names
     norm = "model.embedding_norm." if name == "lfm2-vl" else "model.norm."
     assert {"model.embed_tokens.weight", f"{norm}weight"} < set(names)
-    assert all(name.startswith(("model.layers.", "model.embed_tokens.", norm, "lm_head.")) for name in names)
+    text = (
+        "model.layers.",
+        "model.embed_tokens",
+        norm,
+        "lm_head.",
+        "model.per_layer_",
+    )  # Gemma 4's also has _per_layer
+    assert all(name.startswith(text) for name in names)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "ministral3"])

@@ -34,8 +34,17 @@ def test_greedy_tokens_equal_transformers(saved: Callable[[str], Saved], name: s
         assert activity.num_swapped_out if swap_space_gib else activity.num_recomputed
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["gemma-4-31b", "gemma-4-e4b"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("gemma-4-e4b", marks=pytest.mark.long),
+        *(
+            pytest.param(name, marks=pytest.mark.exhaustive("24 settings of every kind; CI runs one"))
+            for name in GEMMA_FAMILIES
+            if name != "gemma-4-e4b"
+        ),
+    ],
+)
 def test_greedy_tokens_in_every_setting(saved: Callable[[str], Saved], name: str) -> None:
     expected = greedy_answers.oracle(saved(name).model, greedy_answers.make_prompts())
     for setting in greedy_answers.SETTINGS:
