@@ -4,12 +4,14 @@
     X.scales  [out, in / group]; of the modes mxfp4, nvfp4 and mxfp8 U8: exponents, or for nvfp4 E4M3
     X.biases  [out, in / group]: the value is code * scale + bias; absent in these modes
 
-Experts are stacked, `switch_mlp.down_proj.weight` [experts, out, ...]; the model has one matrix for each. The shapes
-give only bits * group, so config.json names both, with exceptions by layer.
+Experts are stacked, `switch_mlp.down_proj.weight` [experts, out, ...]; the model has one matrix for each. Gemma 4's are
+`experts.switch_glu.down_proj.weight`. The shapes give only bits * group, so config.json names both, with exceptions by
+layer.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +30,7 @@ __all__ = ["MlxWeight", "mlx_weights"]
 
 _FLOATS = ("F32", "BF16", "F16")
 _BITS = (2, 3, 4, 5, 6, 8)
-_STACK = "switch_mlp"
+_STACK = re.compile(r"(.*)\.(?:switch_mlp|experts\.switch_glu)\.(\w+)")
 _MIXTRAL_BLOCK = "block_sparse_moe"
 _OF_MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}  # MLX renames its matrices
 # By mode: codes of a word, inputs with one scale, and the dtypes of codes and scales.
@@ -123,10 +125,11 @@ def _floats(module: ModuleTensors) -> Iterator[PackedWeight]:
 def _experts(module: ModuleTensors, dimensions: int) -> Iterator[tuple[str, dict[str, StoredTensor]]]:
     """Yield the name and parts of the module's weight, or of each of its experts."""
     parts = module.take(weight="weight", scales="scales", biases=module.find("biases"))
-    block, separator, matrix = module.name.rpartition(f".{_STACK}.")
-    if dimensions == 2 or not separator:
+    stack = _STACK.fullmatch(module.name)
+    if dimensions == 2 or stack is None:
         yield module.full_name("weight"), parts
         return
+    block, matrix = stack.groups()
     if block.endswith(_MIXTRAL_BLOCK):
         matrix = _OF_MIXTRAL.get(matrix, matrix)
     for expert in range(parts["weight"].shape[0]):
