@@ -35,7 +35,7 @@ class CpuBackend(AttentionBackend):
     def forward(self, inputs: AttentionInputs) -> torch.Tensor:
         if inputs.topk_slots is not None:
             return sparse_attention(inputs)
-        can_be_c = self._use_c_kernel and inputs.sinks is None and not inputs.has_latents
-        if can_be_c and c_kernel.is_supported(inputs.key_cache.dtype, inputs.head_dim):
+        can_be_c = self._use_c_kernel and inputs.sinks is None
+        if can_be_c and c_kernel.is_supported(inputs.key_cache.dtype, inputs.head_dim, inputs.value_dim):
             return c_kernel.paged_attention(inputs)
         return self._sdpa.forward(inputs)

@@ -19,6 +19,7 @@ __all__ = [
     "CDeltaRuleCall",
     "CExperts",
     "CGroupedCodes",
+    "CLatent",
     "CLayer",
     "CLayerCache",
     "CLimits",
@@ -64,8 +65,8 @@ class CAttentionCall(ctypes.Structure):
 
     _fields_ = (
         *_fields(_POINTER, "output", "query", "key_cache", "value_cache", "cu_seqlens_q", "seq_lens", "block_tables"),
-        *_fields(_INT32, "num_seqs", "max_blocks", "num_heads", "num_kv_heads", "head_dim", "block_size"),
-        *_fields(_INT32, "sliding_window", "is_bf16"),
+        *_fields(_INT32, "num_seqs", "max_blocks", "num_heads", "num_kv_heads", "head_dim", "value_dim"),
+        *_fields(_INT32, "block_size", "sliding_window", "is_bf16"),
         *_fields(_FLOAT, "scale", "softcap"),
     )
 
@@ -77,7 +78,7 @@ class CExperts(ctypes.Structure):
         *_fields(CWeight, "router", "gate_up", "down", "shared_gate_up", "shared_down", "latent_in", "latent_out"),
         *_fields(_POINTER, "choice_bias"),
         *_fields(_INT32, "num_experts", "top_k", "hidden_size", "intermediate_size", "normalizes_weights"),
-        *_fields(_INT32, "is_sigmoid", "has_gate", "gates_shared"),
+        *_fields(_INT32, "is_sigmoid", "has_gate", "num_groups", "top_groups", "groups_sum_two", "gates_shared"),
         *_fields(_FLOAT, "epsilon", "weight_scale"),
     )
 
@@ -149,13 +150,24 @@ class CGroupedCodes(ctypes.Structure):
     )
 
 
+class CLatent(ctypes.Structure):
+    """``pagoda_latent``."""
+
+    _fields_ = (
+        *_fields(CWeight, "query", "to_latents", "to_values"),
+        *_fields(_POINTER, "query_norm", "latent_norm", "growth"),
+        *_fields(_INT32, "query_width", "rank", "nope_dim", "rope_dim", "value_dim"),
+        *_fields(_FLOAT, "eps"),
+    )
+
+
 class CLayer(ctypes.Structure):
     """``pagoda_layer``."""
 
     _fields_ = (
         *_fields(CWeight, "qkv", "output", "gate_up", "down"),
         *_fields(_POINTER, "input_norm", "post_attention_norm", "attention_output_norm", "mlp_output_norm"),
-        *_fields(_POINTER, "query_norm", "key_norm", "rope", "experts", "recurrent"),
+        *_fields(_POINTER, "query_norm", "key_norm", "rope", "experts", "latent", "recurrent"),
         *_fields(_INT32, "num_heads", "num_kv_heads", "head_dim", "gate_width", "hidden_size", "intermediate_size"),
         *_fields(_INT32, "sliding_window", "is_bf16", "norms_all_heads", "norms_values", "activation"),
         *_fields(_FLOAT, "eps", "scale", "softcap", "residual_multiplier", "output_scale"),

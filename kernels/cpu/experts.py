@@ -26,6 +26,8 @@ class ExpertSizes:
         has_gate: an expert is a SwiGLU; else it squares what a ReLU leaves.
         gates_shared_expert: the sigmoid of a logit multiplies the shared expert.
         latent_size: features that routed experts read and write, by projections around all of them; None: no such.
+        num_groups: of equally many experts, of which a token first chooses ``top_groups``.
+        groups_sum_two: a group is chosen by the sum of its experts' two best scores; else by the best one.
     """
 
     hidden_size: int
@@ -40,6 +42,9 @@ class ExpertSizes:
     has_gate: bool = True
     gates_shared_expert: bool = True
     latent_size: int | None = None
+    num_groups: int = 1
+    top_groups: int = 1
+    groups_sum_two: bool = False
 
     @property
     def width(self) -> int:
@@ -79,6 +84,9 @@ class PackedExperts:
             normalizes_weights=sizes.normalizes_weights,
             is_sigmoid=sizes.is_sigmoid,
             has_gate=sizes.has_gate,
+            num_groups=sizes.num_groups,
+            top_groups=sizes.top_groups,
+            groups_sum_two=sizes.groups_sum_two,
             gates_shared=gates_shared,
             epsilon=sizes.norm_epsilon,
             weight_scale=sizes.weight_scale,

@@ -9,6 +9,7 @@ import torch
 
 from kernels.cpu.bindings import CLayer
 from kernels.cpu.experts import PackedExperts
+from kernels.cpu.latent import LatentSizes, PackedLatent
 from kernels.cpu.linear import LANES, PackedLinear, WeightKind
 from kernels.cpu.recurrent_layer import PackedRecurrent
 from kernels.layer_ops.base import Activation
@@ -37,6 +38,7 @@ class LayerShape:
         norms_values: values are divided by the root mean square of their head.
         norms_all_heads: the norms of queries and keys are over all heads of a token together.
         residual_multiplier: of what each half adds to the hidden states.
+        latent: latent attention; then there is one KV head, of as many elements as the cache keeps of a token.
     """
 
     hidden_size: int
@@ -58,6 +60,7 @@ class LayerShape:
     residual_multiplier: float = 1.0
     gates_attention: bool = False
     has_mlp_gate: bool = True
+    latent: LatentSizes | None = None
 
 
 class PackedLayer:
@@ -74,6 +77,7 @@ class PackedLayer:
             there is only up.
         intermediate_size: features between gate_up and down, padded with zeros to whole panels.
         stores: whether the layer writes the keys and values that it reads.
+        latent: what is between ``qkv`` and ``output`` in latent attention.
         experts: which replace gate_up and down if they are set.
         recurrent: which replaces attention, or is computed beside it if there are heads.
     """
@@ -84,8 +88,13 @@ class PackedLayer:
         gate_width, halves = heads * head_dim if shape.gates_attention else 0, 2 if shape.has_mlp_gate else 1
         self.stores = shape.stores
         num_qkv = gate_width + (heads + 2 * kv_heads * shape.stores) * head_dim
+        self.latent: PackedLatent | None = None
+        value_dim = head_dim
+        if shape.latent is not None:
+            self.latent = PackedLatent(shape.latent, kind)
+            num_qkv, value_dim = shape.latent.query_width + head_dim, shape.latent.value_dim
         self.qkv = PackedLinear(kind, hidden, num_qkv, has_bias=shape.qkv_bias)
-        self.output = PackedLinear(kind, heads * head_dim, hidden, has_bias=shape.output_bias)
+        self.output = PackedLinear(kind, heads * value_dim, hidden, has_bias=shape.output_bias)
         self.gate_up = PackedLinear(kind, hidden, halves * self.intermediate_size, has_bias=shape.mlp_bias)
         self.down = PackedLinear(kind, self.intermediate_size, hidden, has_bias=shape.mlp_bias)
         self.experts: PackedExperts | None = None
@@ -112,11 +121,12 @@ class PackedLayer:
             softcap=shape.softcap or 0.0,
             residual_multiplier=shape.residual_multiplier,
             output_scale=1.0,
+            latent=None if self.latent is None else self.latent.address,
         )
 
     @property
     def has_attention(self) -> bool:
-        """Whether the layer caches keys and values."""
+        """Whether the layer caches keys and values, or latents."""
         return bool(self.c_layer.num_heads)
 
     @property
@@ -133,7 +143,7 @@ class PackedLayer:
     def num_bytes(self) -> int:
         """Bytes that the linear layers' weights take."""
         dense = sum(linear.num_bytes for linear in (self.qkv, self.output, self.gate_up, self.down))
-        return dense + sum(part.num_bytes for part in (self.experts, self.recurrent) if part is not None)
+        return dense + sum(part.num_bytes for part in (self.experts, self.latent, self.recurrent) if part is not None)
 
     def set_norm(self, name: NormName, weight: torch.Tensor) -> None:
         """Set the weights of an RMSNorm. Every norm is optional.

@@ -90,9 +90,10 @@ def mixer_half(layer: PackedLayer, step: CpuStep, caches: Iterable[Sequence[torc
     Args:
         layer: the layer.
         step: the batch.
-        caches: of attention keys and values, [num_blocks, block_size, num_kv_heads, head_dim] each; then of a recurrent
-            layer the states of `kernels.recurrent.base.RecurrentOps`, that of the convolution first. Of an iterator
-            those of this layer are taken.
+        caches: of attention keys and values, [num_blocks, block_size, num_kv_heads, head_dim] each, or latents,
+            [num_blocks, block_size, rank + rope_dim]; then of a recurrent layer the states of
+            `kernels.recurrent.base.RecurrentOps`, that of the convolution first. Of an iterator those of this layer are
+            taken.
     """
     require().pagoda_mixer_half(layer.c_layer, step.c_step, CLayerCache(*_addresses(layer, step, iter(caches))))
 
@@ -137,7 +138,8 @@ def _addresses(layer: PackedLayer, step: CpuStep, caches: Iterator[Sequence[torc
     """Return the fields of a layer's CLayerCache; takes the layer's own from ``caches``."""
     attention: list[int | None] = [None] * 4
     if layer.has_attention:
-        attention = [*(part.data_ptr() for part in next(caches)), *step.paging(layer)]
+        keys, *values = (part.data_ptr() for part in next(caches))
+        attention = [keys, values[0] if values else keys, *step.paging(layer)]  # a value is the beginning of its key
     if layer.recurrent is None:
         return [*attention, None, None]
     conv_state, *rest = next(caches)

@@ -17,6 +17,7 @@ from torch import nn
 from engine.models.config.model_config import ModelConfig
 from engine.models.decoder.cpu_layers import can_compute_experts, packed_layer, set_parameter
 from engine.models.decoder.forward_context import ForwardContext
+from engine.models.decoder.latent_attention import growth_factors
 from engine.models.decoder.parallel_layers import VocabParallelEmbedding
 from engine.models.tensor_parallel import TensorParallel
 from kernels.attention import c_kernel
@@ -47,9 +48,12 @@ _NORMS: dict[str, NormName] = {  # by the module's name in decoder.py
 
 def can_run(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether the C kernels are available on this machine and can compute this model on this device."""
-    head_dims = set(config.head_dims) or {_ANY_HEAD_DIM}  # no layer may have attention
-    are_supported = all(c_kernel.is_supported(dtype, head_dim) for head_dim in head_dims)
-    can_compute_layers = can_compute_experts(config) and not config.per_layer_width and config.latent is None
+    dims = {(dim, dim) for dim in config.head_dims} or {(_ANY_HEAD_DIM, _ANY_HEAD_DIM)}  # no layer may have attention
+    if config.latent is not None:
+        dims = {(config.latent.cache.elements_per_token, config.latent.rank)}
+    are_supported = all(c_kernel.is_supported(dtype, *of_layer) for of_layer in dims)
+    has_unknown_latents = config.latent is not None and (config.latent.index or config.recurrent) is not None
+    can_compute_layers = can_compute_experts(config) and not config.per_layer_width and not has_unknown_latents
     return device.type == "cpu" and can_compute_layers and are_supported
 
 
@@ -93,6 +97,8 @@ class CpuDecoder:
         for layer, table in zip(self.layers, config.rope.tables, strict=True):
             if table is not None:
                 layer.set_rope(rope[table])
+                if layer.latent is not None and own.latent is not None and own.latent.query_growth is not None:
+                    layer.latent.set_growth(growth_factors(own.latent.query_growth, torch.arange(len(rope[table]))))
         self.norm = torch.empty(0)
         self.lm_head = PackedLinear(kind, config.hidden_size, self.embed_tokens.num_embeddings)
         self._scratch = _scratch(own, self.layers, kind, dtype)
@@ -230,19 +236,24 @@ def _fastest(compute: Callable[[], object]) -> float:
 def _scratch(config: ModelConfig, layers: list[PackedLayer], kind: WeightKind, dtype: torch.dtype) -> Scratch:
     """Return scratch memory for the widest layers of a rank's share."""
     hidden, attention_width = config.hidden_size, config.num_heads * max(config.head_dims, default=0)
+    latents = [layer.latent.sizes for layer in layers if layer.latent is not None]
+    of_latents = [config.num_heads * max(sizes.nope_dim + sizes.rope_dim, sizes.value_dim) for sizes in latents]
     widest_mlp = max(layer.intermediate_size for layer in layers)
     recurrent = [layer.recurrent.sizes for layer in layers if layer.recurrent is not None]
-    mixed_width = max((sizes.inner_size for sizes in recurrent), default=0)
+    mixed_width = max(
+        (*(sizes.inner_size for sizes in recurrent), *(sizes.query_rank or 0 for sizes in latents)), default=0
+    )
     return Scratch(
         kind,
-        width=max(hidden, attention_width, widest_mlp, mixed_width),
+        width=max(hidden, attention_width, widest_mlp, mixed_width, *of_latents),
         outputs=max(
             hidden,
             widest_mlp,
             *(layer.qkv.out_features for layer in layers),
             *(sizes.input_width for sizes in recurrent),
+            *of_latents,
         ),
-        attention_width=attention_width,
+        attention_width=max([attention_width, *(config.num_heads * sizes.cached_dim for sizes in latents)]),
         cache_dtype=dtype,
         mixed_width=mixed_width,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine.models.config.experts_shape import ExpertsShape
+from engine.models.config.latent_shape import LatentShape
 from engine.models.config.mixers import RecurrentShape
 from engine.models.config.model_config import ModelConfig
 from engine.models.config.recurrent.conv_shape import ConvShape
@@ -12,13 +13,22 @@ from engine.models.config.recurrent.gated_delta_shape import GatedDeltaShape
 from engine.models.config.recurrent.kimi_delta_shape import KimiDeltaShape
 from engine.models.config.recurrent.mamba_shape import MambaShape
 from kernels.cpu.experts import ExpertSizes, PackedExperts
+from kernels.cpu.latent import LatentSizes, PackedLatent
 from kernels.cpu.layer import LayerShape, PackedLayer
 from kernels.cpu.linear import PackedLinear, WeightKind
 from kernels.cpu.recurrent_layer import PackedRecurrent, RecurrentKind, RecurrentSizes
 
 __all__ = ["can_compute_experts", "packed_layer", "set_parameter"]
 
-_COLUMN_PARALLEL = ("qkv_proj", "gate_up_proj", "up_proj", "in_proj", "conv")  # each rank has outputs of its own
+_COLUMN_PARALLEL = (
+    "qkv_proj",
+    "qkv_a_proj",
+    "gate_up_proj",
+    "up_proj",
+    "in_proj",
+    "conv",
+)  # each rank has outputs of its own
+_LATENT = ("q_a_layernorm", "kv_a_layernorm", "q_b_proj", "kv_b_proj")
 
 
 def packed_layer(config: ModelConfig, layer: int, kind: WeightKind, dtype: torch.dtype) -> PackedLayer:
@@ -41,7 +51,7 @@ def packed_layer(config: ModelConfig, layer: int, kind: WeightKind, dtype: torch
 def can_compute_experts(config: ModelConfig) -> bool:
     """Return whether the C kernels compute the model's experts, if it has any."""
     shape = config.experts
-    return shape is None or not (shape.is_beside_dense or shape.groups)
+    return shape is None or not shape.is_beside_dense
 
 
 def set_parameter(layer: PackedLayer, name: list[str], value: torch.Tensor, *, is_first_rank: bool) -> None:
@@ -63,6 +73,8 @@ def set_parameter(layer: PackedLayer, name: list[str], value: torch.Tensor, *, i
         case ["recurrent", *rest]:
             assert layer.recurrent is not None
             _set_recurrent_parameter(layer.recurrent, rest, value)
+        case ["self_attn", module, "weight"] if layer.latent is not None and module in _LATENT:
+            _set_latent_parameter(layer.latent, module, value)
         case ["mlp", "gate_up_proj", "weight"]:
             layer.set_gate_up_weight(value)
         case ["mlp", "gate_up_proj", "bias"]:
@@ -80,16 +92,17 @@ def set_parameter(layer: PackedLayer, name: list[str], value: torch.Tensor, *, i
 
 def _layer_shape(config: ModelConfig, index: int) -> LayerShape:
     has_attention, kv_heads = config.mixers[index] in ("attention", "both"), config.kv_heads(index)
+    latent = None if config.latent is None else _latent_sizes(config.latent, config.num_heads)
     return LayerShape(
         hidden_size=config.hidden_size,
         num_heads=config.num_heads if has_attention else 0,
         num_kv_heads=kv_heads.count if has_attention else 0,
-        head_dim=kv_heads.dim,
+        head_dim=kv_heads.dim if latent is None else latent.cached_dim,
         stores=index not in config.layer_heads.shared,
         intermediate_size=config.intermediate_size_of(index) if config.has_dense(index) else 0,
         sliding_window=config.sliding_windows[index],
         norm_eps=config.rms_norm_eps,
-        qkv_bias=config.qkv_bias,
+        qkv_bias=config.qkv_bias if latent is None else config.output_bias,
         output_bias=config.output_bias,
         mlp_bias=config.mlp_bias,
         scale=config.attention_scale,
@@ -100,10 +113,24 @@ def _layer_shape(config: ModelConfig, index: int) -> LayerShape:
         residual_multiplier=config.residual_multiplier,
         gates_attention=config.gates_attention,
         has_mlp_gate=config.has_feed_forward_gate,
+        latent=latent,
+    )
+
+
+def _latent_sizes(shape: LatentShape, num_heads: int) -> LatentSizes:
+    return LatentSizes(
+        num_heads=num_heads,
+        query_rank=shape.query_rank,
+        rank=shape.rank,
+        nope_dim=shape.nope_dim,
+        rope_dim=shape.rope_dim,
+        value_dim=shape.value_dim,
+        norm_eps=shape.norm_eps,
     )
 
 
 def _expert_sizes(experts: ExpertsShape, hidden_size: int) -> ExpertSizes:
+    groups = experts.groups
     return ExpertSizes(
         hidden_size=hidden_size,
         num_experts=experts.num_experts,
@@ -117,6 +144,9 @@ def _expert_sizes(experts: ExpertsShape, hidden_size: int) -> ExpertSizes:
         has_gate=experts.has_gate,
         gates_shared_expert=experts.gates_shared_expert,
         latent_size=experts.latent_size,
+        num_groups=1 if groups is None else groups.count,
+        top_groups=1 if groups is None else groups.chosen,
+        groups_sum_two=groups is not None and groups.score == "two_best",
     )
 
 
@@ -171,8 +201,28 @@ def _mamba_sizes(shape: MambaShape, config: ModelConfig) -> RecurrentSizes:
 
 
 def _linear(layer: PackedLayer, module: str) -> PackedLinear:
-    linears = {"qkv_proj": layer.qkv, "o_proj": layer.output, "up_proj": layer.gate_up, "down_proj": layer.down}
+    linears = {
+        "qkv_proj": layer.qkv,
+        "qkv_a_proj": layer.qkv,
+        "o_proj": layer.output,
+        "up_proj": layer.gate_up,
+        "down_proj": layer.down,
+    }
     return linears[module]
+
+
+def _set_latent_parameter(latent: PackedLatent, module: str, weight: torch.Tensor) -> None:
+    """Set a parameter of latent attention, by the name of its module in decoder.py."""
+    match module:
+        case "q_a_layernorm":
+            latent.set_query_norm(weight)
+        case "kv_a_layernorm":
+            latent.set_latent_norm(weight)
+        case "q_b_proj":
+            assert latent.query is not None
+            latent.query.set_weight(weight)
+        case "kv_b_proj":
+            latent.set_head_matrices(weight)
 
 
 def _set_expert_weight(experts: PackedExperts, name: list[str], weight: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ from engine.models.tensor_parallel import TensorParallel
 from kernels.attention.base import AttentionInputs
 from kernels.layer_ops.base import LatentCache, LayerOps, Rotation
 
-__all__ = ["LatentAttention"]
+__all__ = ["LatentAttention", "growth_factors"]
 
 
 class LatentNorm(nn.Module):
@@ -100,7 +100,8 @@ class LatentAttention(nn.Module):
         by_head = query.unflatten(1, (self.num_heads, -1))
         if self.shape.query_growth is not None:
             assert rotation is not None
-            by_head = by_head * _growth(self.shape.query_growth, rotation.positions).to(by_head.dtype)
+            factors = growth_factors(self.shape.query_growth, rotation.positions)
+            by_head = by_head * factors.view(-1, 1, 1).to(by_head.dtype)
         query = hidden.new_empty(len(hidden), self.num_heads, latents.shape[2])
         self.kv_b_proj.to_latents(by_head[..., : self.shape.nope_dim], query[..., : self.shape.rank])
         # All latents of the step are written before any is read: sequences of one step may share a block it fills.
@@ -116,7 +117,6 @@ class LatentAttention(nn.Module):
         return output
 
 
-def _growth(growth: QueryGrowth, positions: torch.Tensor) -> torch.Tensor:
-    """Return the factors of the queries at ``positions``, float32 [num_tokens, 1, 1]."""
-    factors = 1.0 + growth.beta * torch.log(1.0 + positions // growth.length)
-    return factors.view(-1, 1, 1)
+def growth_factors(growth: QueryGrowth, positions: torch.Tensor) -> torch.Tensor:
+    """Return the factors of the queries at ``positions`` [num_tokens], float32."""
+    return 1.0 + growth.beta * torch.log(1.0 + positions // growth.length)

@@ -133,6 +133,11 @@ def make_batch(
     return Batch(query.to(device, shape.dtype), key_cache, value_cache, metadata)
 
 
+def with_latents(batch: Batch, value_dim: int) -> Batch:
+    """Return the batch with values that are the beginnings of its keys, as those of latents are."""
+    return replace(batch, value_cache=batch.key_cache[..., :value_dim])
+
+
 def with_padding_of_length_one(batch: Batch) -> Batch:
     """Return the same batch with the other kind of padding sequence: one token long, yet without a block."""
     return replace(batch, metadata=replace(batch.metadata, seq_lens=batch.metadata.seq_lens.clamp(min=1)))

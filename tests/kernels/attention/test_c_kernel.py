@@ -20,6 +20,7 @@ from tests.kernels.attention.paged_batches import (
     Shape,
     assert_matches,
     make_batch,
+    with_latents,
     with_padding_of_length_one,
     without_blocks_before,
 )
@@ -165,6 +166,20 @@ def test_several_threads_may_call_at_once() -> None:
             assert torch.equal(output, expected[index])
 
 
+@each_pair(
+    indirect=["num_threads"],
+    num_threads=NUM_THREADS,
+    shape=[(576, 512, 16), (576, 512, 20), (320, 256, 3), (48, 32, 1), (80, 64, 128)],
+    dtype=DTYPES,
+)
+def test_latents(num_threads: int, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Values that are the beginnings of keys, of one KV head, with odd numbers of query heads."""
+    head_dim, value_dim, num_heads = shape
+    batch = make_batch([(1, 700), (3, 200), PADDING, (20, 90), (1, 1)], Shape(num_heads, 1, head_dim, dtype=dtype))
+    batch = with_latents(batch, value_dim)
+    assert_matches(run(batch), batch.expected())
+
+
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_random_batches(data: st.DataObject) -> None:
@@ -189,4 +204,8 @@ def test_unsupported_types_and_head_dims() -> None:
     assert not is_supported(torch.float16, 128)
     assert not is_supported(torch.float32, 72)
     assert is_supported(torch.float32, 512)
+    assert is_supported(torch.float32, 576, 512)
+    assert not is_supported(torch.float32, 576)
+    assert not is_supported(torch.float32, 576, 520)
+    assert not is_supported(torch.float32, 64, 80)
     assert not is_supported(torch.float32, 528)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kernels.attention.c_kernel import paged_attention
 from kernels.attention_metadata import AttentionMetadata, leading_decodes
 from kernels.cpu.library import library, set_num_threads
-from tests.kernels.attention.paged_batches import Batch, Shape, make_batch
+from tests.kernels.attention.paged_batches import Batch, Shape, make_batch, with_latents
 from tests.pairs import each_pair
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compiler")
@@ -97,6 +97,14 @@ def test_sequences_that_begin_with_the_same_blocks(num_threads: int, shape: Shap
     lengths = [290 + 17 * (i % 5) for i in range(20)]
     whole = begin_alike(make_batch([(length, length) for length in lengths], replace(shape, dtype=dtype)), 18)
     assert_same_bits(whole, [(i, length - 1, length) for i, length in enumerate(lengths)], num_threads)
+
+
+@each_pair(num_threads=[1, 3], shape=[(576, 512, 16), (48, 32, 5), (320, 256, 128)], dtype=DTYPES)
+def test_latents(num_threads: int, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    head_dim, value_dim, num_heads = shape
+    whole = make_batch([(150, 150), (71, 71)], Shape(num_heads, 1, head_dim, dtype=dtype))
+    chunks = [(0, 140, 150), (1, 0, 3), (1, 66, 71)]
+    assert_same_bits(with_latents(whole, value_dim), chunks, num_threads)
 
 
 @settings(max_examples=30, deadline=None)

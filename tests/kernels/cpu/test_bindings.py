@@ -21,6 +21,7 @@ STRUCTURES = {
     bindings.CScanCall: "pagoda_scan_call",
     bindings.CGroupedCodes: "pagoda_grouped_codes",
     bindings.CRecurrentLayer: "pagoda_recurrent_layer",
+    bindings.CLatent: "pagoda_latent",
     bindings.CLayer: "pagoda_layer",
     bindings.CLayerCache: "pagoda_layer_cache",
     bindings.CLimits: "pagoda_limits",

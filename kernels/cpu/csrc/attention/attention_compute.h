@@ -21,11 +21,11 @@ static void *take(char *start, size_t *used, size_t bytes) {
 /* Points the work's arrays into memory from `start` on; returns how much they take. With NULL it only measures. */
 static size_t lay_out(attention_work *work, char *start) {
     size_t rows = (size_t)work->padded_rows, all_rows = rows * (size_t)work->item->num_heads;
-    size_t head_dim = (size_t)work->call->head_dim, words = (size_t)work->padded_words;
-    size_t panels = (head_dim + BLOCK_LANES - 1) / BLOCK_LANES;
+    size_t value_dim = (size_t)work->call->value_dim, words = (size_t)work->padded_words;
+    size_t panels = (value_dim + BLOCK_LANES - 1) / BLOCK_LANES;
     size_t used = 0;
     work->query = take(start, &used, all_rows * words * sizeof(uint32_t));
-    work->sums = take(start, &used, all_rows * head_dim * sizeof(float));
+    work->sums = take(start, &used, all_rows * value_dim * sizeof(float));
     work->totals = take(start, &used, all_rows * LANES * sizeof(float));
     work->largest = take(start, &used, all_rows * sizeof(float));
     work->products = take(start, &used, work->rows > MOST_ROWS_IN_PLACE ? 0 : all_rows * sizeof *work->products);
@@ -66,7 +66,7 @@ INLINE void load_queries(const int kind, attention_work *work) {
 /* Makes the sums of all rows those of no key. */
 static void forget_keys(attention_work *work) {
     size_t rows = (size_t)(work->padded_rows * work->item->num_heads);
-    memset(work->sums, 0, rows * (size_t)work->call->head_dim * sizeof *work->sums);
+    memset(work->sums, 0, rows * (size_t)work->call->value_dim * sizeof *work->sums);
     memset(work->totals, 0, rows * LANES * sizeof *work->totals);
     for (size_t row = 0; row < rows; row++) work->largest[row] = -INFINITY;
 }
@@ -137,7 +137,7 @@ INLINE char *output_row(const int kind, const pagoda_attention_call *call, const
     size_t token = (size_t)(item->first_token + row / group);
     size_t query_head = (size_t)((item->first_head + head) * group + row % group);
     return (char *)call->output +
-           (token * (size_t)call->num_heads + query_head) * (size_t)call->head_dim * element_size(kind);
+           (token * (size_t)call->num_heads + query_head) * (size_t)call->value_dim * element_size(kind);
 }
 
 /* 1 / total; a row that has seen no key has a total of 0, and its output is zero. */
@@ -145,26 +145,26 @@ INLINE float reciprocal(float total) { return total == 0.0f ? 0.0f : 1.0f / tota
 
 /* Writes the outputs of an item that has seen all keys. */
 INLINE void write_outputs(const int kind, const attention_work *work) {
-    int head_dim = work->call->head_dim;
+    int value_dim = work->call->value_dim;
     for (int head = 0; head < work->item->num_heads; head++)
         for (int row = 0; row < work->rows; row++) {
             int index = head * work->padded_rows + row;
             float factor = reciprocal(f32x16_sum(f32x16_load(work->totals + index * LANES)));
             char *output = output_row(kind, work->call, work->item, head, row);
-            for (int dim = 0; dim < head_dim; dim += LANES)
-                store_output(kind, output, dim, f32x16_load(work->sums + index * head_dim + dim) * factor);
+            for (int dim = 0; dim < value_dim; dim += LANES)
+                store_output(kind, output, dim, f32x16_load(work->sums + index * value_dim + dim) * factor);
         }
 }
 
 /* Writes the unfinished results of an item's rows, for `merge`. */
 static void write_results(const attention_work *work, float *to) {
-    size_t head_dim = (size_t)work->call->head_dim;
+    size_t value_dim = (size_t)work->call->value_dim;
     for (int head = 0; head < work->item->num_heads; head++)
         for (int row = 0; row < work->rows; row++, to += result_size(work->call)) {
             size_t index = (size_t)(head * work->padded_rows + row);
-            memcpy(to, work->sums + index * head_dim, head_dim * sizeof *to);
-            memcpy(to + head_dim, work->totals + index * LANES, LANES * sizeof *to);
-            to[head_dim + LANES] = work->largest[index];
+            memcpy(to, work->sums + index * value_dim, value_dim * sizeof *to);
+            memcpy(to + value_dim, work->totals + index * LANES, LANES * sizeof *to);
+            to[value_dim + LANES] = work->largest[index];
         }
 }
 
@@ -189,22 +189,22 @@ INLINE void attend_all(const int kind, attention_work *work, const attention_ite
 
 /* A row's sums, the total of its weights and its largest score, over some of its keys. */
 typedef struct {
-    f32x16 sums[LARGEST_HEAD_DIM / LANES], total;
+    f32x16 sums[LARGEST_VALUE_DIM / LANES], total;
     float largest;
 } row_state;
 
 /* Merges a row's results, one after another, into its state. */
 INLINE void add_results(const attention_plan *plan, const row_results *results, int head, int row, row_state *state) {
-    const int head_dim = plan->call->head_dim;
+    const int value_dim = plan->call->value_dim;
     const float *result = plan->results + results->at + (size_t)head * results->head_stride +
                           (size_t)row * result_size(plan->call);
     for (int i = 0; i < results->count; i++, result += results->stride) {
-        float largest = result[head_dim + LANES];
+        float largest = result[value_dim + LANES];
         merge_factors factors = factors_of(state->largest, largest);
         if (largest > state->largest) state->largest = largest;
-        for (int dim = 0; dim < head_dim; dim += LANES)
+        for (int dim = 0; dim < value_dim; dim += LANES)
             state->sums[dim / LANES] = merged(state->sums[dim / LANES], f32x16_load(result + dim), factors);
-        state->total = merged(state->total, f32x16_load(result + head_dim), factors);
+        state->total = merged(state->total, f32x16_load(result + value_dim), factors);
     }
 }
 
@@ -218,7 +218,7 @@ INLINE void merge(const int kind, const attention_plan *plan, const attention_un
             add_results(plan, &unit->own, head, row, &state);
             float factor = reciprocal(f32x16_sum(state.total));
             char *output = output_row(kind, call, &unit->whole, head, row);
-            for (int dim = 0; dim < call->head_dim; dim += LANES)
+            for (int dim = 0; dim < call->value_dim; dim += LANES)
                 store_output(kind, output, dim, state.sums[dim / LANES] * factor);
         }
 }

@@ -100,7 +100,7 @@ SPECIALIZED void add_values(const int kind, const int rows, const int vectors, c
     f32x16 added[MOST_ROWS_IN_PLACE][BLOCK_VECTORS] = {0}; /* a variable length would keep it out of registers */
     weigh_values(kind, rows, vectors, work->weights, dim, values, offsets, keys, next, num_keys, added);
     sums += dim;
-    for (int row = 0; row < rows; row++, sums += work->call->head_dim)
+    for (int row = 0; row < rows; row++, sums += work->call->value_dim)
         for (int v = 0; v < vectors; v++)
             f32x16_store(sums + v * LANES, merged(f32x16_load(sums + v * LANES), added[row][v], work->factors[row]));
 }
@@ -108,17 +108,17 @@ SPECIALIZED void add_values(const int kind, const int rows, const int vectors, c
 /* Merges the weighted values of a tile into the sums of one KV head's rows. */
 SPECIALIZED void add_tile(const int kind, const int rows, attention_work *work, int head, int num_keys,
                           const size_t *offsets, const size_t *next) {
-    const int head_dim = work->call->head_dim, wide = rows > 4 ? 2 : 4;
+    const int value_dim = work->call->value_dim, wide = rows > 4 ? 2 : 4;
     size_t cache_head = (size_t)(work->item->first_head + head) * work->head_bytes;
     const char *keys = (const char *)work->call->key_cache + cache_head;
     const char *values = (const char *)work->call->value_cache + cache_head;
-    float *sums = work->sums + (size_t)(head * work->padded_rows * head_dim);
+    float *sums = work->sums + (size_t)(head * work->padded_rows * value_dim);
     int dim = 0;
-    for (; dim + wide * LANES <= head_dim; dim += wide * LANES)
+    for (; dim + wide * LANES <= value_dim; dim += wide * LANES)
         add_values(kind, rows, wide, work, sums, dim, values, offsets, keys, next, num_keys);
-    for (; dim + 2 * LANES <= head_dim; dim += 2 * LANES)
+    for (; dim + 2 * LANES <= value_dim; dim += 2 * LANES)
         add_values(kind, rows, 2, work, sums, dim, values, offsets, keys, next, num_keys);
-    if (dim < head_dim) add_values(kind, rows, 1, work, sums, dim, values, offsets, keys, next, num_keys);
+    if (dim < value_dim) add_values(kind, rows, 1, work, sums, dim, values, offsets, keys, next, num_keys);
 }
 
 /* All rows with one tile of keys; offsets past the tile's end repeat its last key. `next` are the offsets of the tile

@@ -19,7 +19,7 @@ typedef struct {
 } attention_item;
 
 enum {
-    LARGEST_HEAD_DIM = 512,
+    LARGEST_VALUE_DIM = 512,
     KEYS_PER_TILE = 64,
     MOST_ROWS = 256, /* of an item: its sums, 128 KiB at 128 dimensions, stay in L2 */
     MOST_ROWS_IN_PLACE = 8,
@@ -59,7 +59,7 @@ typedef struct {
     float scale;           /* of a product, or its tanh; makes it a power of 2, which is cheaper than one of e */
     float tanh_scale;      /* of a product before the tanh of a soft-cap; 0: there is none */
     uint32_t *query;       /* [num_heads, padded_rows, padded_words] */
-    float *sums;           /* [num_heads, padded_rows, head_dim]: weights times values */
+    float *sums;           /* [num_heads, padded_rows, value_dim]: weights times values */
     float *totals;         /* [num_heads, padded_rows, 16]: of weights; their sum is the softmax's denominator */
     float *largest;        /* [num_heads, padded_rows]: score so far, in powers of 2 */
     f32x16 (*products)[BLOCK_VECTORS]; /* [num_heads, padded_rows, BLOCK_VECTORS]: of a tile; of few rows only */
@@ -67,7 +67,7 @@ typedef struct {
     int32_t *positions;    /* [padded_rows] */
     uint32_t *weights;     /* [padded_rows, KEYS_PER_TILE words at most] */
     uint32_t *keys;        /* [padded_words, KEYS_PER_TILE]: a tile's keys, transposed */
-    uint32_t *values;      /* [head_dim / 64, words of keys, 64]: a tile's values, interleaved */
+    uint32_t *values;      /* [value_dim / 64, words of keys, 64]: a tile's values, interleaved */
 } attention_work;
 
 /* Prefetches bytes of the cache, as the processor cannot predict block tables. Callers do this little by little: a

@@ -95,12 +95,12 @@ SPECIALIZED void weigh_block(const int kind, const int rows, const int vectors, 
 /* Adds the weighted values of `words` words of keys to `vectors` times 16 dimensions of a block of rows. */
 SPECIALIZED void add_block(const int kind, const int rows, const int vectors, attention_work *work, int head, int row,
                            int dim, int words) {
-    size_t head_dim = (size_t)work->call->head_dim;
-    float *to = work->sums + (size_t)(head * work->padded_rows + row) * head_dim + dim;
+    size_t value_dim = (size_t)work->call->value_dim;
+    float *to = work->sums + (size_t)(head * work->padded_rows + row) * value_dim + dim;
     const uint32_t *values = work->values + (size_t)dim * (KEYS_PER_TILE / keys_per_word(kind));
     f32x16 sums[ROWS_PER_BLOCK][BLOCK_VECTORS] = {0};
     multiply_block(kind, rows, vectors, sums, work->weights + row * KEYS_PER_TILE, KEYS_PER_TILE, values, words);
-    for (int i = 0; i < rows; i++, to += head_dim)
+    for (int i = 0; i < rows; i++, to += value_dim)
         for (int v = 0; v < vectors; v++)
             f32x16_store(to + v * LANES, merged(f32x16_load(to + v * LANES), sums[i][v], work->factors[row + i]));
 }
@@ -144,9 +144,9 @@ SPECIALIZED void pack_values(const int kind, attention_work *work, const char *c
     const int per_word = keys_per_word(kind), words = KEYS_PER_TILE / per_word;
     for (int word = 0; word < words; word++) {
         const char *first = cache + offsets[word * per_word], *second = cache + offsets[word * per_word + per_word - 1];
-        for (int dim = 0; dim < work->call->head_dim;) {
+        for (int dim = 0; dim < work->call->value_dim;) {
             u32x16 values[2];
-            const int vectors = dim + 2 * LANES <= work->call->head_dim ? 2 : 1;
+            const int vectors = dim + 2 * LANES <= work->call->value_dim ? 2 : 1;
             if (vectors == 2) load_values(kind, 2, values, first, second, dim);
             else load_values(kind, 1, values, first, second, dim);
             int panel = dim / BLOCK_LANES * BLOCK_LANES;
@@ -183,8 +183,8 @@ SPECIALIZED void attend_packed(const int kind, attention_work *work, int head, i
         else
             FOR_VECTORS(weigh_block, kind, ROWS_OF_REST, vectors, work, head, row, tile_key, num_keys)
     }
-    for (int dim = 0; dim < call->head_dim; dim += BLOCK_LANES) {
-        int left = call->head_dim - dim, dim_vectors = left < BLOCK_LANES ? left / LANES : BLOCK_VECTORS;
+    for (int dim = 0; dim < call->value_dim; dim += BLOCK_LANES) {
+        int left = call->value_dim - dim, dim_vectors = left < BLOCK_LANES ? left / LANES : BLOCK_VECTORS;
         for (int row = 0, rows; row < work->padded_rows; row += rows) {
             rows = rows_of_block(work, row);
             fetch_share(work, row, values + (size_t)dim * element_size(kind), next,

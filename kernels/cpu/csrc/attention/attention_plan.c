@@ -10,6 +10,7 @@ enum {
     SMALL_COST = 500 * 1000,  /* 20 us */
     FEWEST_TILES_OF_SPAN = 2,
     MOST_FLOATS_OF_SUMS = 32 * 1024, /* of the rows of all KV heads, where one item does them all */
+    MOST_FLOATS_OF_ROWS = 64 * 1024,  /* of the sums of an item's rows, which stay in L2 */
     MOST_FLOATS_OF_RESULTS = 4 * 1024 * 1024, /* of many rows; with more, one item computes all keys */
 };
 
@@ -36,7 +37,7 @@ static void add_unit(attention_plan *plan, attention_item whole) {
 static void add_unit_or_heads(attention_plan *plan, attention_item whole) {
     const pagoda_attention_call *call = plan->call;
     int64_t rows = rows_of(call, &whole);
-    int32_t heads = rows <= MOST_ROWS_IN_PLACE || rows * call->num_kv_heads * call->head_dim <= MOST_FLOATS_OF_SUMS
+    int32_t heads = rows <= MOST_ROWS_IN_PLACE || rows * call->num_kv_heads * call->value_dim <= MOST_FLOATS_OF_SUMS
                         ? call->num_kv_heads
                         : 1;
     for (whole.first_head = 0; whole.first_head < call->num_kv_heads; whole.first_head += heads) {
@@ -48,7 +49,8 @@ static void add_unit_or_heads(attention_plan *plan, attention_item whole) {
 /* Divides a sequence's queries into tiles. The last come first: they see most keys, and long items should start
  * early. */
 static void add_sequence(attention_plan *plan, attention_item sequence) {
-    int64_t most_queries = max(1, MOST_ROWS / group_size(plan->call));
+    int64_t most_rows = min(MOST_ROWS, MOST_FLOATS_OF_ROWS / plan->call->value_dim);
+    int64_t most_queries = max(1, most_rows / group_size(plan->call));
     int64_t num_tiles = divide_up(sequence.num_queries, most_queries);
     int32_t queries = (int32_t)divide_up(sequence.num_queries, num_tiles);
     for (int32_t start = (int32_t)(num_tiles - 1) * queries; start >= 0; start -= queries) {
@@ -62,7 +64,7 @@ static void add_sequence(attention_plan *plan, attention_item sequence) {
 
 /* Writes the output of a padding sequence. */
 static void write_zeros(const pagoda_attention_call *call, int32_t first_token, int32_t num_tokens) {
-    size_t row = (size_t)call->num_heads * (size_t)call->head_dim * element_size(call->is_bf16 ? BFLOAT16 : FLOAT32);
+    size_t row = (size_t)call->num_heads * (size_t)call->value_dim * element_size(call->is_bf16 ? BFLOAT16 : FLOAT32);
     memset((char *)call->output + row * (size_t)first_token, 0, row * (size_t)num_tokens);
 }
 
@@ -186,7 +188,7 @@ static row_results add_items(attention_plan *plan, attention_item whole, int64_t
  * since spans of keys leave results to be merged. Few rows are limited by reading, and heads are adjacent. */
 static int32_t heads_of_shared_item(const attention_plan *plan, const attention_item *shared, int64_t cost_of_item) {
     int64_t rows = rows_of(plan->call, shared);
-    if (rows * shared->num_heads * plan->call->head_dim > MOST_FLOATS_OF_SUMS) return 1;
+    if (rows * shared->num_heads * plan->call->value_dim > MOST_FLOATS_OF_SUMS) return 1;
     return rows <= MOST_ROWS_IN_PLACE || cost_of(plan->call, shared) <= cost_of_item ? shared->num_heads : 1;
 }
 

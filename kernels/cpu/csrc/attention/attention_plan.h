@@ -46,7 +46,7 @@ INLINE int rows_of(const pagoda_attention_call *call, const attention_item *item
 }
 
 /* Floats of one row's unfinished result: its sums, the 16 totals of its weights, its largest score. */
-INLINE size_t result_size(const pagoda_attention_call *call) { return (size_t)call->head_dim + LANES + 1; }
+INLINE size_t result_size(const pagoda_attention_call *call) { return (size_t)call->value_dim + LANES + 1; }
 
 /* Divides the call for `num_threads` threads; the plan's memory is the calling thread's scratch. */
 attention_plan pagoda_plan_attention(const pagoda_attention_call *call, int num_threads);

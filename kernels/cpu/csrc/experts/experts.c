@@ -12,7 +12,10 @@
 #include "runtime/threads.h"
 #include "runtime/vector.h"
 
-enum { MOST_TOKENS_AT_ONCE = 1024 }; /* scratch memory holds all experts' results for this many */
+enum {
+    MOST_TOKENS_AT_ONCE = 1024, /* scratch memory holds all experts' results for this many */
+    MOST_GROUPS = 4096,
+};
 
 /* The chosen experts of some tokens, and memory for their results. */
 typedef struct {
@@ -117,6 +120,38 @@ static void compute_sigmoids(const pagoda_experts *e, float *logits, float *sigm
     }
 }
 
+/* The score of a group of experts, by the scores of those in it. */
+static float score_of_group(const float *scores, int64_t count, bool sums_two) {
+    float best = -INFINITY, second = -INFINITY;
+    for (int64_t i = 0; i < count; i++) {
+        if (scores[i] > best) {
+            second = best;
+            best = scores[i];
+        } else if (scores[i] > second) {
+            second = scores[i];
+        }
+    }
+    return sums_two ? best + second : best;
+}
+
+/* Replaces what experts are chosen by with minus infinity, except in the groups with the best scores: of equal ones the
+ * first. */
+static void choose_groups(const pagoda_experts *e, const float *scores, float *choice) {
+    const int64_t size = e->num_experts / e->num_groups;
+    bool is_chosen[MOST_GROUPS] = {false};
+    float of_group[MOST_GROUPS];
+    for (int64_t group = 0; group < e->num_groups; group++)
+        of_group[group] = score_of_group(scores + group * size, size, e->groups_sum_two);
+    for (int32_t i = 0; i < e->top_groups; i++) {
+        int64_t best = -1;
+        for (int64_t group = 0; group < e->num_groups; group++)
+            if (!is_chosen[group] && (best < 0 || of_group[group] > of_group[best])) best = group;
+        is_chosen[best] = true;
+    }
+    for (int64_t i = 0; i < e->num_experts; i++)
+        if (!is_chosen[i / size]) choice[i] = -INFINITY;
+}
+
 /* Chooses the experts of one token: of equal ones the first. */
 static void choose_experts(void *args, int64_t token) {
     const batch *b = args;
@@ -130,6 +165,7 @@ static void choose_experts(void *args, int64_t token) {
     for (int64_t i = num_experts; i < padded; i++) logits[i] = -INFINITY;
     if (e->is_sigmoid) compute_sigmoids(e, logits, scores);
     else total = compute_exponentials(logits, scores, padded);
+    if (e->num_groups > 1) choose_groups(e, e->is_sigmoid ? logits : scores, logits);
     for (int32_t choice = 0; choice < top_k; choice++) {
         ids[choice] = first_index_of(logits, largest_of_row(logits, padded), padded);
         weights[choice] = scores[ids[choice]] / total;
@@ -170,16 +206,6 @@ static void sort_by_expert(batch *b) {
 
 /* --- the experts' feed-forward ------------------------------------------------------------------------------------ */
 
-/* The weights of one expert: `outputs` of those of all, `stride` of them from one expert to the next. */
-static pagoda_weight expert_weight(const pagoda_weight *all, int64_t expert, int64_t stride, int64_t outputs) {
-    pagoda_weight weight = *all;
-    weight.words += expert * stride * pagoda_num_words(all->kind, all->in_features);
-    if (all->scales) weight.scales += expert * stride;
-    if (all->sums) weight.sums += expert * stride;
-    weight.out_features = (int32_t)outputs;
-    return weight;
-}
-
 /* Multiplies every expert's rows, which have been packed, with its part of `weights`. */
 static void multiply(batch *b, float *output, int64_t width, const pagoda_weight *weights, int64_t outputs,
                      pagoda_epilogue epilogue) {
@@ -194,7 +220,7 @@ static void multiply(batch *b, float *output, int64_t width, const pagoda_weight
             b->jobs[num_jobs++] = (pagoda_linear_job){
                 .output = output + first * width,
                 .rows = {b->words + first * num_words, b->row_scales + first, num_rows},
-                .weight = expert_weight(weights, expert, stride, outputs),
+                .weight = pagoda_part_of_weight(weights, expert, stride, outputs),
             };
     }
     pagoda_grouped_linear(b->jobs, num_jobs, width, epilogue);

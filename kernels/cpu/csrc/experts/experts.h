@@ -22,6 +22,8 @@ typedef struct {
     int32_t normalizes_weights; /* the chosen experts' scores are divided by their sum and epsilon */
     int32_t is_sigmoid;         /* scores are sigmoids of the router's logits; else their softmax */
     int32_t has_gate;           /* an expert is a SwiGLU; else it squares what a ReLU leaves */
+    int32_t num_groups, top_groups; /* equally many experts are a group, of which a token first chooses the best; 1: all */
+    int32_t groups_sum_two;     /* a group's score is the sum of its two best experts'; else the best one's */
     int32_t gates_shared;       /* the sigmoid of a logit multiplies the shared expert */
     float epsilon, weight_scale; /* weight_scale: of the chosen experts' weights */
 } pagoda_experts;

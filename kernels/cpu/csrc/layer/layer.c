@@ -26,6 +26,38 @@ static void add_to_hidden(const pagoda_layer *layer, const pagoda_step *step, co
     }
 }
 
+/* Attends to the paged cache. */
+static void attend(const pagoda_layer *layer, const pagoda_step *step, const pagoda_layer_cache *cache,
+                   int32_t value_dim) {
+    pagoda_attention_call attention = {
+        .output = step->attended, .query = step->query, .key_cache = cache->keys, .value_cache = cache->values,
+        .cu_seqlens_q = step->cu_seqlens_q, .seq_lens = step->seq_lens, .block_tables = cache->block_tables,
+        .num_seqs = step->num_seqs, .max_blocks = step->max_blocks, .num_heads = layer->num_heads,
+        .num_kv_heads = layer->num_kv_heads, .head_dim = layer->head_dim, .value_dim = value_dim,
+        .block_size = step->block_size, .sliding_window = layer->sliding_window, .is_bf16 = layer->is_bf16,
+        .scale = layer->scale, .softcap = layer->softcap,
+    };
+    pagoda_attention(&attention);
+}
+
+/* Adds latent attention of the packed rows. */
+static void add_latent_attention(const pagoda_layer *layer, const pagoda_step *step, pagoda_rows *rows,
+                                 const pagoda_layer_cache *cache) {
+    const pagoda_latent *latent = layer->latent;
+    pagoda_latent_call call = {
+        .wide = step->wide, .stride = layer->qkv.out_features, .words = step->words, .row_scales = step->row_scales,
+        .mixed = step->mixed, .query = step->query, .cache = cache->keys, .rope = layer->rope,
+        .positions = step->positions, .slot_mapping = cache->slot_mapping, .num_tokens = step->num_tokens,
+        .num_heads = layer->num_heads, .is_bf16 = layer->is_bf16,
+    };
+    pagoda_linear(step->wide, call.stride, rows, &layer->qkv, PAGODA_STORE);
+    pagoda_store_latents(latent, &call);
+    attend(layer, step, cache, latent->rank);
+    pagoda_values_of_latents(latent, &call, step->attended);
+    pagoda_pack_rows(rows, step->wide, 0, layer->output.kind, layer->output.in_features, NULL, 0);
+    add_to_hidden(layer, step, rows, &layer->output, layer->attention_output_norm, 1, PAGODA_STORE);
+}
+
 /* Adds attention of the packed rows. */
 static void add_attention(const pagoda_layer *layer, const pagoda_step *step, pagoda_rows *rows,
                           const pagoda_layer_cache *cache) {
@@ -40,15 +72,7 @@ static void add_attention(const pagoda_layer *layer, const pagoda_step *step, pa
         .norms_all_heads = layer->norms_all_heads, .norms_values = layer->norms_values, .eps = layer->eps,
     };
     pagoda_rope_and_store(&rope);
-    pagoda_attention_call attention = {
-        .output = step->attended, .query = step->query, .key_cache = cache->keys, .value_cache = cache->values,
-        .cu_seqlens_q = step->cu_seqlens_q, .seq_lens = step->seq_lens, .block_tables = cache->block_tables,
-        .num_seqs = step->num_seqs, .max_blocks = step->max_blocks, .num_heads = layer->num_heads,
-        .num_kv_heads = layer->num_kv_heads, .head_dim = layer->head_dim, .block_size = step->block_size,
-        .sliding_window = layer->sliding_window, .is_bf16 = layer->is_bf16, .scale = layer->scale,
-        .softcap = layer->softcap,
-    };
-    pagoda_attention(&attention);
+    attend(layer, step, cache, layer->head_dim);
     if (layer->gate_width)
         pagoda_gate_attended(step->attended, layer->is_bf16, step->wide, stride, step->num_tokens, layer->gate_width);
     pagoda_pack_rows(rows, step->attended, layer->is_bf16, layer->output.kind, layer->output.in_features, NULL, 0);
@@ -66,7 +90,8 @@ void pagoda_mixer_half(const pagoda_layer *layer, const pagoda_step *step, const
         pagoda_recurrent_call call = {step->sequences, &rows, step->wide, step->mixed, cache->conv_state, cache->state};
         pagoda_compute_recurrent(recurrent, &call);
     }
-    if (has_attention) add_attention(layer, step, &rows, cache); /* changes the rows and the hidden states */
+    if (has_attention) /* changes the rows and the hidden states */
+        (layer->latent ? add_latent_attention : add_attention)(layer, step, &rows, cache);
     if (!recurrent) return;
     pagoda_pack_rows(&rows, step->mixed, 0, recurrent->output.kind, recurrent->output.in_features, NULL, 0);
     add_to_hidden(layer, step, &rows, &recurrent->output, layer->attention_output_norm, 1,

@@ -12,6 +12,7 @@
 #include <stdint.h>
 
 #include "experts/experts.h"
+#include "layer/latent.h"
 #include "linear/linear.h"
 #include "recurrent/recurrent_layer.h"
 
@@ -33,6 +34,8 @@ typedef struct {
     const float *rope;                        /* [positions, 2, head_dim / 2]; NULL: no position embedding */
     const pagoda_experts *experts;            /* NULL: the feed-forward is dense, gate_up and down. Experts have
                                                * no output norm */
+    const pagoda_latent *latent;              /* NULL: the cache has keys and values. Else qkv gives queries, or what
+                                               * they are computed from, and latents; head_dim is that of the cache */
     const pagoda_recurrent_layer *recurrent;  /* NULL: tokens are mixed by attention alone */
     int32_t num_heads, num_kv_heads, head_dim; /* no heads: there is no attention */
     int32_t gate_width;        /* num_heads * head_dim if sigmoids of a gate multiply attention's output; else 0 */

@@ -1,31 +1,10 @@
 /* See rope.h. */
 #include "layer/rope.h"
 
+#include "layer/rotate.h"
 #include "runtime/rms_norm.h"
 #include "runtime/threads.h"
 #include "runtime/vector.h"
-
-/* Multiplies one head by `factor` and `norm` if there is a norm, and rotates it into element `at` of `to`. */
-static void rotate(const pagoda_rope_call *call, const float *head, const float *norm, float factor,
-                   const float *cosines, void *to, int64_t at) {
-    int64_t half = call->head_dim / 2;
-    const float *sines = cosines + half;
-    for (int64_t i = 0; i < half; i += LANES) {
-        int64_t count = half - i;
-        f32x16 first = load_some(head, false, i, count), second = load_some(head, false, half + i, count);
-        f32x16 cosine = f32x16_set(1), sine = f32x16_set(0);
-        if (call->rope) {
-            cosine = load_some(cosines, false, i, count);
-            sine = load_some(sines, false, i, count);
-        }
-        if (norm) {
-            first *= factor * load_some(norm, false, i, count);
-            second *= factor * load_some(norm, false, half + i, count);
-        }
-        store_some(to, call->is_bf16, at + i, first * cosine - second * sine, count);
-        store_some(to, call->is_bf16, at + half + i, second * cosine + first * sine, count);
-    }
-}
 
 /* Normalizes and rotates `num_heads` heads of a token into `to`, from element `at` on. */
 static void rotate_heads(const pagoda_rope_call *call, const float *head, int64_t num_heads, const float *norm,
@@ -35,7 +14,7 @@ static void rotate_heads(const pagoda_rope_call *call, const float *head, int64_
     if (norm && call->norms_all_heads) factor = rms_norm_factor(head, false, num_heads * width, call->eps);
     for (int64_t i = 0; i < num_heads; i++, head += width, at += width) {
         if (norm && !call->norms_all_heads) factor = rms_norm_factor(head, false, width, call->eps);
-        rotate(call, head, norm, factor, cosines, to, at);
+        rotate_row(head, width, norm, factor, cosines, to, call->is_bf16, at);
         if (norm && call->norms_all_heads) norm += width;
     }
 }
@@ -56,7 +35,7 @@ static void rope_token(void *args, int64_t token) {
     const pagoda_rope_call *call = args;
     int64_t width = call->head_dim;
     const float *head = call->qkv + token * call->stride;
-    const float *cosines = call->rope ? call->rope + call->positions[token] * width : head; /* not read without */
+    const float *cosines = call->rope ? call->rope + call->positions[token] * width : NULL;
     int64_t size = call->num_kv_heads * width;
     rotate_heads(call, head, call->num_heads, call->query_norm, cosines, call->query, token * call->num_heads * width);
     int64_t slot = call->slot_mapping ? call->slot_mapping[token] : -1;

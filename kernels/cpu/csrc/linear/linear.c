@@ -20,6 +20,15 @@ int32_t pagoda_num_words(int32_t kind, int32_t in_features) {
     return (int32_t)divide_up(in_features, kind == PAGODA_INT8 ? 4 : kind == PAGODA_BF16 ? 2 : 1);
 }
 
+pagoda_weight pagoda_part_of_weight(const pagoda_weight *all, int64_t index, int64_t stride, int64_t outputs) {
+    pagoda_weight weight = *all;
+    weight.words += index * stride * pagoda_num_words(all->kind, all->in_features);
+    if (all->scales) weight.scales += index * stride;
+    if (all->sums) weight.sums += index * stride;
+    weight.out_features = (int32_t)outputs;
+    return weight;
+}
+
 /* --- the inner loops ------------------------------------------------------------------------------------------- */
 
 /* Multiplies some rows of a tile with some panels. They are stored as [panels][row_step][16]; `row_step` is the number of

@@ -49,6 +49,9 @@ int32_t pagoda_has_int8(void);
 /* Words of one row of in_features elements. */
 int32_t pagoda_num_words(int32_t kind, int32_t in_features);
 
+/* Part `index` of weights that lie one after another, `stride` outputs apart: the first `outputs` of them. */
+pagoda_weight pagoda_part_of_weight(const pagoda_weight *all, int64_t index, int64_t stride, int64_t outputs);
+
 /* One linear layer of several that are computed together. */
 typedef struct {
     float *output;

@@ -5,6 +5,7 @@ No feature of a family can be left out unnoticed.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,9 +15,11 @@ import torch
 
 from engine.models.config.model_config import ModelConfig, load_hf_config
 from engine.models.decoder import loader
+from engine.models.decoder.cpu_decoder import CpuDecoder
 from engine.models.decoder.decoder import Decoder
 from engine.models.decoder.experts import SparseMoeBlock
 from engine.models.tensor_parallel import TensorParallel
+from kernels.cpu.library import library
 from kernels.experts.route import Scores
 from kernels.layer_ops.torch import TorchOps
 from tests.engine.models.adapter.packed_steps import packed_logits
@@ -48,14 +51,39 @@ def largest_error(decoder: Any, saved: Saved) -> float:
     )
 
 
+@pytest.mark.parametrize("implementation", [CpuDecoder, Decoder])
 @pytest.mark.parametrize("name", LATENT_FAMILIES)
 def test_logits_equal_those_of_transformers(
-    saved: Callable[[str], Saved], name: str, monkeypatch: pytest.MonkeyPatch
+    saved: Callable[[str], Saved], name: str, implementation: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loader, "cpu_kernels_can_run", lambda *_: False)
+    if implementation is Decoder:
+        monkeypatch.setattr(loader, "cpu_kernels_can_run", lambda *_: False)
+    elif library() is None or "index_topk" in LATENT_FAMILIES[name][1]:
+        pytest.skip("torch computes this model")
     decoder = load(saved(name).path)
-    assert isinstance(decoder, Decoder)
+    assert isinstance(decoder, implementation)
     assert largest_error(decoder, saved(name)) < TOLERANCE
+
+
+def mean_error(computed: list[torch.Tensor], saved: Saved) -> float:
+    """Return the mean difference of a logit from that of transformers in float32."""
+    return float((torch.cat(computed) - torch.cat(saved.expected_logits)).abs().mean())
+
+
+@pytest.mark.parametrize("in_c", [True, False])
+@pytest.mark.parametrize("name", ["minicpm3", "youtu", pytest.param("deepseek-v3", marks=pytest.mark.long)])
+def test_bfloat16_is_as_exact_as_that_of_transformers(
+    saved: Callable[[str], Saved], name: str, in_c: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although products of matrices are rounded that transformers does not compute."""
+    if not in_c:
+        monkeypatch.setattr(loader, "cpu_kernels_can_run", lambda *_: False)
+    decoder = load(saved(name).path, dtype=torch.bfloat16)
+    computed = packed_logits(decoder, make_sequences(), torch.bfloat16, steps=STEPS)
+    half = copy.deepcopy(saved(name).model).to(torch.bfloat16)
+    with torch.inference_mode():
+        theirs = [half(tokens[None], use_cache=False).logits[0].float() for tokens in make_sequences()]
+    assert mean_error(computed, saved(name)) < 1.5 * mean_error(theirs, saved(name))
 
 
 # --- planted errors -------------------------------------------------------------------------------------------------
