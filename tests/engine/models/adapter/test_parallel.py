@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from engine.errors import ConfigError
+from engine.kv.layer_cache import KeyValue
 from engine.llm import LLM
 from engine.models.adapter.decoder import TransformersDecoder
 from engine.models.adapter.parallel import ParallelPlan
@@ -79,8 +80,9 @@ def test_four_ranks_that_replicate_two_kv_heads_answer_like_one(
     alone, together = parallel_llm(path, 1), parallel_llm(path, 4)
     try:
         check_equal(answer(together, prompts), answer(alone, prompts))
-        attention = local_model(together).attention
-        assert (attention.num_heads, attention.num_kv_heads) == (1, 1)
+        model = local_model(together)
+        assert model.attention.num_heads == 1
+        assert {cache.heads for cache in model.layer_caches if isinstance(cache, KeyValue)} == {1}
     finally:
         together.engine.close()
         alone.engine.close()

@@ -108,15 +108,16 @@ def test_the_peak_of_dequantised_weights_is_at_most_two_shards_more(model_impl: 
     assert int(after) <= in_memory + 48 * MIB
 
 
+FURTHER = pytest.mark.exhaustive("a further model; CI loads tied weights, and experts by both implementations")
+
+
 @pytest.mark.parametrize(
     ("family", "options", "model_impl", "kind"),
     [
         ("qwen3", {"tie_word_embeddings": True}, "pagoda", "CpuDecoder"),
-        pytest.param("qwen3", {"tie_word_embeddings": False}, "pagoda", "CpuDecoder", marks=pytest.mark.long),
+        pytest.param("qwen3", {"tie_word_embeddings": False}, "pagoda", "CpuDecoder", marks=FURTHER),
         pytest.param("qwen3_moe", EXPERTS, "pagoda", "CpuDecoder", marks=pytest.mark.long),
-        pytest.param(
-            "qwen3", {"tie_word_embeddings": False}, "transformers", "TransformersDecoder", marks=pytest.mark.long
-        ),
+        pytest.param("qwen3", {"tie_word_embeddings": False}, "transformers", "TransformersDecoder", marks=FURTHER),
         ("qwen3_moe", EXPERTS, "transformers", "TransformersDecoder"),
     ],
     ids=lambda value: str(value) if isinstance(value, str) else "tied" if value["tie_word_embeddings"] else "untied",

@@ -211,7 +211,7 @@ def test_recurrent_layers_in_a_few_settings(recorder: LogitsRecorder, family: st
     check(recorder, path, "bfloat16", settings, 8)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive("a hundred answers; CI compares forty of each kind of model")
 def test_a_hundred_answers_in_every_setting(recorder: LogitsRecorder, checkpoint: str) -> None:
     check(recorder, checkpoint, "bfloat16", list(SETTINGS), 100)
 
