@@ -209,6 +209,10 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pagoda_attention": (None, (_CALL,)),
     "pagoda_causal_conv": (None, (ctypes.POINTER(CConvCall),)),
     "pagoda_compute_experts": (None, (_EXPERTS, _POINTER, _POINTER, _INT32, _POINTER, _FLOAT, _FLOAT, _INT32)),
+    "pagoda_decode_turned": (
+        _INT32,
+        (_POINTER, _INT64, _POINTER, _POINTER, _INT64, _INT64, _POINTER, _POINTER),
+    ),
     "pagoda_decode_gguf": (_INT32, (_POINTER, _POINTER, _INT64, _INT32, _INT32)),
     "pagoda_decode_groups": (None, (ctypes.POINTER(CGroupedCodes),)),
     "pagoda_draw": (None, (*(_POINTER,) * 6, _INT64, _INT64, _INT64)),

@@ -7,7 +7,7 @@ import torch
 from kernels.cpu.bindings import CGroupedCodes, address
 from kernels.cpu.library import library
 
-__all__ = ["can_write", "decode_gguf", "decode_groups", "transpose", "turn_words"]
+__all__ = ["can_write", "decode_gguf", "decode_groups", "decode_turned", "transpose", "turn_words"]
 
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -96,6 +96,35 @@ def decode_gguf(out: torch.Tensor, blocks: torch.Tensor, type_number: int) -> bo
         return False
     written = loaded.pagoda_decode_gguf(
         out.data_ptr(), blocks.data_ptr(), len(blocks), type_number, out.dtype == torch.bfloat16
+    )
+    return bool(written)
+
+
+def decode_turned(
+    out: torch.Tensor, codes: torch.Tensor, table: torch.Tensor, scales: torch.Tensor, scale_table: torch.Tensor
+) -> bool:
+    """Write table[code] * scale_table[scale] to ``out`` transposed, with the bits of torch's operators.
+
+    Args:
+        out: [columns, num_rows]; elements of a row are neighbours.
+        codes: two a byte, the low one first, uint8 [num_rows, columns / 2], contiguous.
+        table: float32 [16], the number of each code: 0, or from 0.5 to 6.
+        scales: of 32 columns each, of one byte, [num_rows, columns / 32], contiguous.
+        scale_table: float32 [256], the scale of each byte.
+
+    Returns:
+        False, and writes nothing, if the kernel does not do it: ``out`` is not in bfloat16, sizes are no multiples of
+        32, or numbers may be subnormal or infinite; see ``decode_groups``.
+    """
+    (columns, num_rows), inputs = out.shape, (codes, scales)
+    fits = codes.shape == (num_rows, columns // 2) and scales.shape == (num_rows, columns // 32)
+    is_here = all(part.device.type == "cpu" and part.is_contiguous() for part in inputs) and out.device.type == "cpu"
+    if not fits or not is_here or out.dtype != torch.bfloat16 or out.stride(1) != 1 or (loaded := library()) is None:
+        return False
+    table, scale_table = table.contiguous(), scale_table.contiguous()
+    addresses = codes.data_ptr(), scales.data_ptr()
+    written = loaded.pagoda_decode_turned(
+        out.data_ptr(), out.stride(0), *addresses, num_rows, columns, table.data_ptr(), scale_table.data_ptr()
     )
     return bool(written)
 

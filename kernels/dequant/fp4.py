@@ -6,10 +6,10 @@ from functools import cache
 
 import torch
 
-from kernels.cpu.grouped_codes import decode_groups
+from kernels.cpu.grouped_codes import decode_groups, decode_turned
 from kernels.dequant.scales import scale_blocks
 
-__all__ = ["E2M1", "dequantise_fp4", "unpack_pairs"]
+__all__ = ["E2M1", "dequantise_fp4", "unpack_pairs", "write_fp4_transposed"]
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
@@ -37,6 +37,20 @@ def dequantise_fp4(
     if scale_table is not None:
         scales = scale_table[scales.view(torch.uint8).int()]
     return scale_blocks(unpack_pairs(octets, pairs.to(octets.device)), scales, (1, group_size), 0)
+
+
+def write_fp4_transposed(
+    out: torch.Tensor, octets: torch.Tensor, scales: torch.Tensor, scale_table: torch.Tensor
+) -> bool:
+    """Write a matrix with scales of 32 columns to ``out`` [columns, num_rows] if C can do that; else return False.
+
+    Args:
+        out: of any dtype.
+        octets: uint8 [num_rows, num_bytes].
+        scales: of a byte, [num_rows, columns / 32].
+        scale_table: float32 [256], the scale of each byte.
+    """
+    return decode_turned(out, octets, _e2m1_pairs()[:16, 0], scales.view(torch.uint8), scale_table)
 
 
 def unpack_pairs(octets: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:

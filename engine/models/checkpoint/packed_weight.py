@@ -102,6 +102,15 @@ class PackedWeight(ABC):
                 and returns it.
         """
 
+    def write_transposed(self, parts: Mapping[str, torch.Tensor], out: torch.Tensor) -> bool:
+        """Write a whole matrix to ``out``, [columns, rows], in one pass; return False if the format cannot do that.
+
+        Args:
+            parts: all of one matrix.
+            out: of any dtype, on the CPU.
+        """
+        return False
+
     @property
     def path(self) -> Path:
         """The file that holds the first part."""

@@ -38,6 +38,8 @@ class _TransposedWeight(PackedWeight):
         """Return the rows of one matrix."""
         num_stored, columns = self.inner.matrix_shape
         out = torch.empty(columns, num_stored) if out is None else out
+        if self.inner.write_transposed(parts, out):
+            return out
         multiple = self.inner.row_multiple
         step = max(1, TURNED_ELEMENTS // (columns or 1) // multiple) * multiple
         scratch = out.new_empty(min(step, num_stored), columns)

@@ -13,6 +13,7 @@ from kernels.cpu import grouped_codes
 from kernels.dequant import bitsandbytes, fp4, gguf, integers
 from kernels.dequant.fp8 import dequantise_fp8
 from kernels.dequant.gguf_types import GGUF_TYPES, GgufType
+from kernels.dequant.scales import e8m0_numbers
 
 SCALES = torch.tensor(
     [1.0, -0.37, 0.0, -0.0, 2.0**-127, 1e-45, -3e-38, 2.0**120, 3e38, torch.inf, -torch.inf, torch.nan, 0.0123]
@@ -208,6 +209,31 @@ def test_a_matrix_is_transposed(size: tuple[int, int], dtype: torch.dtype) -> No
     assert not wide[:, -2:].any()
     assert not grouped_codes.transpose(out[:, 1:], matrix)
     assert not grouped_codes.transpose(out, matrix.double())
+
+
+@pytest.mark.parametrize("skipped", [0, 5])
+@pytest.mark.parametrize(("num_rows", "columns"), [(32, 32), (64, 96), (96, 288)])
+def test_codes_become_columns(num_rows: int, columns: int, skipped: int) -> None:
+    """Where a row of the result is whole lines of the cache, and where it is not."""
+    codes, scales = octets(num_rows, columns // 2), octets(num_rows, columns // 32) // 2 + 50
+    memory = torch.zeros(columns, num_rows + skipped, dtype=torch.bfloat16)
+    out = memory[:, skipped:]
+    assert fp4.write_fp4_transposed(out, codes, scales, e8m0_numbers())
+    expected = fp4.dequantise_fp4(codes, scales, 32, scale_table=e8m0_numbers())
+    assert torch.equal(bits(out), bits(expected.bfloat16().t()))
+    assert not memory[:, :skipped].any()
+
+
+@pytest.mark.parametrize(
+    "reason", ["a small scale", "a large scale", "not a number", "float32", "odd rows", "odd columns"]
+)
+def test_codes_that_become_no_columns_at_once(reason: str) -> None:
+    num_rows, columns = 32 + (reason == "odd rows"), 64 + 2 * (reason == "odd columns")
+    codes, scales = octets(num_rows, columns // 2), torch.full((num_rows, columns // 32), 120, dtype=torch.uint8)
+    scales[3, 1] = {"a small scale": 6, "a large scale": 248, "not a number": 255}.get(reason, 120)
+    out = torch.zeros(columns, num_rows, dtype=torch.float32 if reason == "float32" else torch.bfloat16)
+    assert not fp4.write_fp4_transposed(out, codes, scales, e8m0_numbers())
+    assert not out.any()
 
 
 @pytest.mark.parametrize(("num_rows", "columns"), SIZES)

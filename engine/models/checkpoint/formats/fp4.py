@@ -18,7 +18,7 @@ import torch
 from engine.models.checkpoint.formats.module_tensors import ModuleTensors
 from engine.models.checkpoint.packed_weight import PackedWeight
 from engine.models.checkpoint.transposed_weight import transposed_packed
-from kernels.dequant.fp4 import dequantise_fp4
+from kernels.dequant.fp4 import dequantise_fp4, write_fp4_transposed
 from kernels.dequant.fp8 import e4m3_numbers
 from kernels.dequant.scales import e8m0_numbers
 
@@ -64,6 +64,10 @@ class Mxfp4Weight(PackedWeight):
         """Return rows of the matrix in float32."""
         octets = parts["weight"].flatten(1)  # of GPT-OSS [outputs, groups, 16]
         return dequantise_fp4(octets, parts["scale"], _MX_GROUP, scale_table=e8m0_numbers(), out=out)
+
+    def write_transposed(self, parts: Mapping[str, torch.Tensor], out: torch.Tensor) -> bool:
+        """Write a whole matrix to ``out``, [columns, rows], in one pass, if C can do that."""
+        return write_fp4_transposed(out, parts["weight"].flatten(1), parts["scale"], e8m0_numbers())
 
 
 def fp4_weights(module: ModuleTensors) -> Iterator[PackedWeight]:
