@@ -132,10 +132,10 @@ class CRecurrentLayer(ctypes.Structure):
     """``pagoda_recurrent_layer``."""
 
     _fields_ = (
-        *_fields(CWeight, "input", "output"),
+        *_fields(CWeight, "input", "output", "steps", "gates"),
         *_fields(_POINTER, "conv_weight", "conv_bias", "step_bias", "decay", "skip", "norm"),
         *_fields(_INT32, "kind", "conv_width", "num_heads", "num_groups", "head_dim", "state_size"),
-        *_fields(_INT32, "norm_group", "gates_first"),
+        *_fields(_INT32, "norm_group", "gates_first", "has_sigmoid"),
         *_fields(_FLOAT, "eps", "smallest_step", "largest_step", "largest_beta"),
     )
 

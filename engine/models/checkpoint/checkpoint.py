@@ -282,7 +282,7 @@ def _entries(directory: Path, stored: dict[str, StoredTensor], files: TensorFile
     except OSError as error:
         raise ModelLoadError(f"'{config}' could not be read: {error}") from error
     entries = group_weights(text_tensors(raw, stored), read_quantization(directory, raw), read)
-    return with_experts_turned(raw, entries)
+    return _with_flat_decays(with_experts_turned(raw, entries))
 
 
 def _open(files: TensorFiles, file: Path) -> dict[str, StoredTensor]:
@@ -301,3 +301,13 @@ def _single_file(directory: Path) -> Path:
     if file.is_file():
         return file
     raise ModelLoadError(f"'{directory}' has no {_SINGLE} and no {_INDEX}; {what_to_give(directory)}")
+
+
+def _with_flat_decays(entries: dict[str, Entry]) -> dict[str, Entry]:
+    """Return the weights with the decays of heads as vectors: Kimi Linear stores them as [1, 1, num_heads, 1]."""
+    flat = {
+        name: stored._replace(shape=(math.prod(stored.shape),))
+        for name, stored in entries.items()
+        if name.endswith(".A_log") and isinstance(stored, StoredTensor) and max(stored.shape) == math.prod(stored.shape)
+    }
+    return entries | flat

@@ -197,10 +197,8 @@ def _recurrent_parts(
             return [Part(stored, _share(shape.inner_size, rank, size))]
         case "f_b_proj" | "g_b_proj":
             return [Part(stored, _share(shape.inner_size, rank, size))]
-        case "recurrent" if isinstance(shape, KimiDeltaShape):
-            is_decay = kind == "A_log"  # [1, 1, num_heads, 1]
-            count = shape.num_heads if is_decay else shape.inner_size
-            return [Part(stored, _share(count, rank, size, dim=2 if is_decay else 0))]
+        case "recurrent" if isinstance(shape, KimiDeltaShape) and kind == "dt_bias":
+            return [Part(stored, _share(shape.inner_size, rank, size))]
         case "recurrent" if kind in _BY_HEAD:
             assert not isinstance(shape, ConvShape)
             return [Part(stored, _share(shape.num_heads, rank, size))]

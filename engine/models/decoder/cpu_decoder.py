@@ -52,8 +52,8 @@ def can_run(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bo
     if config.latent is not None:
         dims = {(config.latent.cache.elements_per_token, config.latent.rank)}
     are_supported = all(c_kernel.is_supported(dtype, *of_layer) for of_layer in dims)
-    has_unknown_latents = config.latent is not None and (config.latent.index or config.recurrent) is not None
-    can_compute_layers = can_compute_experts(config) and not config.per_layer_width and not has_unknown_latents
+    has_index = config.latent is not None and config.latent.index is not None
+    can_compute_layers = can_compute_experts(config) and not config.per_layer_width and not has_index
     return device.type == "cpu" and can_compute_layers and are_supported
 
 
@@ -250,7 +250,7 @@ def _scratch(config: ModelConfig, layers: list[PackedLayer], kind: WeightKind, d
             hidden,
             widest_mlp,
             *(layer.qkv.out_features for layer in layers),
-            *(sizes.input_width for sizes in recurrent),
+            *(sizes.row_width for sizes in recurrent),
             *of_latents,
         ),
         attention_width=max([attention_width, *(config.num_heads * sizes.cached_dim for sizes in latents)]),

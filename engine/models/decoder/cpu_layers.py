@@ -92,7 +92,8 @@ def set_parameter(layer: PackedLayer, name: list[str], value: torch.Tensor, *, i
 
 def _layer_shape(config: ModelConfig, index: int) -> LayerShape:
     has_attention, kv_heads = config.mixers[index] in ("attention", "both"), config.kv_heads(index)
-    latent = None if config.latent is None else _latent_sizes(config.latent, config.num_heads)
+    shape = config.latent if has_attention else None
+    latent = None if shape is None else _latent_sizes(shape, config.num_heads)
     return LayerShape(
         hidden_size=config.hidden_size,
         num_heads=config.num_heads if has_attention else 0,
@@ -175,7 +176,19 @@ def _recurrent_sizes(shape: RecurrentShape, config: ModelConfig) -> RecurrentSiz
                 norm_eps=shape.norm_eps,
                 largest_beta=shape.largest_beta,
             )
-    assert not isinstance(shape, KimiDeltaShape), "no C kernel computes the layers beside it"
+        case KimiDeltaShape():
+            return RecurrentSizes(
+                kind=RecurrentKind.KIMI_DELTA,
+                hidden_size=config.hidden_size,
+                num_heads=shape.num_heads,
+                num_groups=shape.num_heads,
+                head_dim=shape.head_dim,
+                state_size=shape.head_dim,
+                conv_width=shape.conv_width,
+                norm_group=shape.head_dim,
+                has_sigmoid=True,
+                norm_eps=shape.norm_eps,
+            )
     return _mamba_sizes(shape, config)
 
 
@@ -265,6 +278,10 @@ def _set_recurrent_parameter(recurrent: PackedRecurrent, name: list[str], value:
             recurrent.output.set_weight(value)
         case ["out_proj", "bias"]:
             recurrent.output.set_bias(value)
+        case ["f_b_proj" | "g_b_proj" as module, "weight"]:
+            linear = recurrent.steps if module == "f_b_proj" else recurrent.gates
+            assert linear is not None
+            linear.set_weight(value)
         case ["conv", "weight"]:
             recurrent.set_conv_weight(value)
         case ["conv", "bias"]:

@@ -35,6 +35,18 @@ DELTA = RecurrentSizes(
     norm_group=24,
     norm_eps=EPS,
 )
+KIMI = RecurrentSizes(
+    kind=RecurrentKind.KIMI_DELTA,
+    hidden_size=HIDDEN,
+    num_heads=3,
+    num_groups=3,
+    head_dim=24,
+    state_size=24,
+    conv_width=4,
+    norm_group=24,
+    has_sigmoid=True,
+    norm_eps=EPS,
+)
 MAMBA = RecurrentSizes(
     kind=RecurrentKind.MAMBA,
     hidden_size=HIDDEN,
@@ -53,6 +65,7 @@ SIZES = {
     "LFM2": CONV,
     "Qwen3-Next": DELTA,
     "OLMo Hybrid": replace(DELTA, largest_beta=2.0),
+    "Kimi Linear": KIMI,
     "Granite 4": MAMBA,
     "Falcon-H1, norm before the gate": replace(MAMBA, gates_first=False, step_limits=(0.0, float("inf"))),
     "Falcon-H1, no norm": replace(MAMBA, step_limits=(0.0, float("inf"))),
@@ -106,13 +119,16 @@ class Weights:
         self.output, self.output_bias = random(HIDDEN, sizes.inner_size), random(HIDDEN)
         self.conv, self.conv_bias = random(sizes.channels, 1, sizes.conv_width), random(sizes.channels)
         self.step_bias, self.decay, self.skip = (random(sizes.num_heads) for _ in range(3))
+        if sizes.kind is RecurrentKind.KIMI_DELTA:
+            self.step_bias = random(sizes.inner_size)
+            self.steps, self.gates = (random(sizes.inner_size, sizes.head_dim) for _ in range(2))
         norm_width = sizes.inner_size if sizes.kind is RecurrentKind.MAMBA else sizes.head_dim
         self.input_norm, self.norm = random(HIDDEN) + 1, random(norm_width) + 1
         self.qkv, self.attention_output = random(64, HIDDEN), random(HIDDEN, 32)
 
     @property
     def has_conv_bias(self) -> bool:
-        return self.sizes.kind is not RecurrentKind.GATED_DELTA
+        return self.sizes.kind in (RecurrentKind.SHORT_CONV, RecurrentKind.MAMBA)
 
     def packed_recurrent(self, kind: WeightKind = WeightKind.FLOAT32) -> PackedRecurrent:
         packed = PackedRecurrent(self.sizes, kind)
@@ -129,6 +145,9 @@ class Weights:
             packed.set_step_bias(self.step_bias)
             packed.set_decay(self.decay)
             packed.set_skip(self.skip)
+        if packed.steps is not None and packed.gates is not None:
+            packed.steps.set_weight(self.steps)
+            packed.gates.set_weight(self.gates)
         if self.has_norm:
             packed.set_norm(self.norm)
         return packed
@@ -172,7 +191,8 @@ class Weights:
         weight = self.norm.repeat(self.sizes.inner_size // len(self.norm))
         if self.sizes.gates_first:
             return F.rms_norm((mixed * F.silu(gate)).view(groups), groups[2:], eps=EPS).flatten(1) * weight
-        return F.rms_norm(mixed.view(groups), groups[2:], eps=EPS).flatten(1) * weight * F.silu(gate)
+        activated = gate.sigmoid() if self.sizes.has_sigmoid else F.silu(gate)
+        return F.rms_norm(mixed.view(groups), groups[2:], eps=EPS).flatten(1) * weight * activated
 
 
 def _short_conv(weights: Weights, projected: torch.Tensor, states: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -198,6 +218,20 @@ def _gated_delta(weights: Weights, projected: torch.Tensor, states: tuple[torch.
     return weights.gated(mixed.flatten(1), gate)
 
 
+def _kimi_delta(weights: Weights, projected: torch.Tensor, states: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    sizes = weights.sizes
+    heads = (-1, sizes.num_heads, sizes.head_dim)
+    qkv, beta, of_steps, of_gates = projected.split(
+        [sizes.channels, sizes.num_heads, sizes.head_dim, sizes.head_dim], dim=1
+    )
+    query, key, value = (part.reshape(heads) for part in weights.convolved(qkv, states[0], silu=True).chunk(3, dim=1))
+    steps = F.softplus(of_steps @ weights.steps.t() + weights.step_bias).view(heads)
+    mixed = ReferenceOps().gated_delta_rule(
+        query, key, value, -weights.decay.exp()[:, None] * steps, beta.sigmoid(), states[1], metadata()
+    )
+    return weights.gated(mixed.flatten(1), of_gates @ weights.gates.t())
+
+
 def _mamba(weights: Weights, projected: torch.Tensor, states: tuple[torch.Tensor, ...]) -> torch.Tensor:
     sizes = weights.sizes
     group_width = sizes.num_groups * sizes.state_size
@@ -221,6 +255,7 @@ _MIX: dict[RecurrentKind, Callable[[Weights, torch.Tensor, tuple[torch.Tensor, .
     RecurrentKind.SHORT_CONV: _short_conv,
     RecurrentKind.GATED_DELTA: _gated_delta,
     RecurrentKind.MAMBA: _mamba,
+    RecurrentKind.KIMI_DELTA: _kimi_delta,
 }
 
 
@@ -310,11 +345,12 @@ def test_all_layers_take_each_its_own_caches() -> None:
     assert torch.equal(at_once, by_halves)
 
 
+@pytest.mark.parametrize("name", ["Qwen3-Next", "Kimi Linear"])
 @pytest.mark.parametrize("kind", list(WeightKind))
-def test_every_kind_of_weights_is_close_to_float32(kind: WeightKind) -> None:
+def test_every_kind_of_weights_is_close_to_float32(kind: WeightKind, name: str) -> None:
     if kind is WeightKind.INT8 and not has_int8():
         pytest.skip("no int8 on this machine")
-    weights, hidden = Weights("Qwen3-Next"), new_hidden()
+    weights, hidden = Weights(name), new_hidden()
     expected = hidden + weights.expected(hidden, weights.new_states())
     layer = weights.packed()
     layer.set_recurrent(weights.packed_recurrent(kind))

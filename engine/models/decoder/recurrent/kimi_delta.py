@@ -38,7 +38,7 @@ class KimiDeltaAttention(nn.Module):
         self.conv = CausalConv(sum(shape.conv_sections), shape.conv_width, bias=False)
         self.f_b_proj = nn.Linear(head_dim, inner, bias=False)  # of the decays
         self.g_b_proj = nn.Linear(head_dim, inner, bias=False)  # of the gates
-        self.A_log = nn.Parameter(torch.empty(1, 1, shape.num_heads, 1))  # as checkpoints store it; float32, as is:
+        self.A_log = nn.Parameter(torch.empty(shape.num_heads))  # float32, as is the next one
         self.dt_bias = nn.Parameter(torch.empty(inner))
         self.gated_norm = GatedNorm(head_dim, head_dim, shape.norm_eps, gates_first=False, activation="sigmoid")
         self.out_proj = RowParallelLinear(inner, hidden_size, bias=False, parallel=parallel)
@@ -55,7 +55,7 @@ class KimiDeltaAttention(nn.Module):
         query, key, value = (part.reshape(by_head) for part in qkv.chunk(3, dim=1))
         steps = F.softplus(self.f_b_proj(of_decays).float() + self.dt_bias).view(by_head)
         mixed = self.ops.gated_delta_rule(
-            query, key, value, -self.A_log[0].exp() * steps, beta.float().sigmoid(), state, metadata
+            query, key, value, -self.A_log.exp()[:, None] * steps, beta.float().sigmoid(), state, metadata
         )
         output: torch.Tensor = self.out_proj(self.gated_norm(mixed.flatten(1), self.g_b_proj(of_gates)))
         return output

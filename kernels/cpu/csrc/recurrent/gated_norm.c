@@ -7,11 +7,12 @@
 #include "runtime/threads.h"
 #include "runtime/vector.h"
 
-/* Multiplies a part of a row by SiLU of its gate. */
-static void multiply_by_gate(float *row, const float *gate, int64_t width) {
+/* Multiplies a row by its activated gate. */
+static void multiply_by_gate(const pagoda_gated_norm_call *call, float *row, const float *gate) {
+    const int64_t width = call->width;
     for (int64_t i = 0; i < width; i += LANES) {
-        f32x16 x = load_some(gate, false, i, width - i);
-        store_some(row, false, i, load_some(row, false, i, width - i) * (x / (1 + f32x16_exp(-x))), width - i);
+        f32x16 x = load_some(gate, false, i, width - i), factor = call->has_sigmoid ? f32x16_set(1) : x;
+        store_some(row, false, i, load_some(row, false, i, width - i) * (factor / (1 + f32x16_exp(-x))), width - i);
     }
 }
 
@@ -29,10 +30,10 @@ static void gate_token(void *args, int64_t token) {
     const pagoda_gated_norm_call *call = args;
     float *row = call->rows + token * call->width;
     const float *gate = call->gate + token * call->stride;
-    if (!call->norm || call->gates_first) multiply_by_gate(row, gate, call->width);
+    if (!call->norm || call->gates_first) multiply_by_gate(call, row, gate);
     if (!call->norm) return;
     for (int64_t i = 0; i < call->width; i += call->group) normalize(row + i, call->norm + i, call->group, call->eps);
-    if (!call->gates_first) multiply_by_gate(row, gate, call->width);
+    if (!call->gates_first) multiply_by_gate(call, row, gate);
 }
 
 void pagoda_gated_norm(const pagoda_gated_norm_call *call) {

@@ -11,11 +11,12 @@ typedef struct {
     int64_t stride;
     int32_t num_tokens, width;
     int32_t group;       /* elements that are normalized together; divides the width */
-    int32_t gates_first; /* SiLU of the gate is multiplied before the norm; else after it */
+    int32_t gates_first; /* the activated gate is multiplied before the norm; else after it */
+    int32_t has_sigmoid; /* the gate is activated by a sigmoid; else by SiLU */
     float eps;
 } pagoda_gated_norm_call;
 
-/* Multiplies rows by SiLU of a gate, and normalizes them before or after that. */
+/* Multiplies rows by an activated gate, and normalizes them before or after that. */
 void pagoda_gated_norm(const pagoda_gated_norm_call *call);
 
 #endif

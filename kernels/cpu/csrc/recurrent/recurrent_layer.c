@@ -6,6 +6,7 @@
 #include "recurrent/causal_conv.h"
 #include "recurrent/gated_delta_rule.h"
 #include "recurrent/gated_norm.h"
+#include "linear/pack_rows.h"
 #include "recurrent/selective_scan.h"
 #include "runtime/threads.h"
 #include "runtime/vector.h"
@@ -44,7 +45,7 @@ static void gate_output(const mixer *mixer, int64_t element) {
     pagoda_gated_norm_call norm = {
         .rows = mixer->call->mixed, .gate = from_element(mixer, element), .norm = layer->norm, .stride = mixer->stride,
         .num_tokens = mixer->call->rows->num_rows, .width = (int32_t)mixer->inner, .group = layer->norm_group,
-        .gates_first = layer->gates_first, .eps = layer->eps,
+        .gates_first = layer->gates_first, .has_sigmoid = layer->has_sigmoid, .eps = layer->eps,
     };
     pagoda_gated_norm(&norm);
 }
@@ -79,22 +80,28 @@ static void compute_short_conv(const mixer *mixer) {
     for_each_token(mixer, mixer->inner, gate_convolved);
 }
 
-/* --- the gated delta rule and Mamba ---------------------------------------------------------------------------- */
+/* --- the gated delta rule ----------------------------------------------------------------------------------------- */
 
 /* ln(1 + e^x), as torch computes it. */
 static float softplus(float x) { return x > 20 ? x : log1pf(expf(x)); }
 
-/* Replaces what betas are computed of by them, and a token's steps by the decays. */
+/* Replaces what a token's betas are computed of by them. */
+static void prepare_betas(const pagoda_recurrent_layer *layer, float *beta) {
+    const int64_t count = layer->num_heads;
+    for (int64_t i = 0; i < count; i += LANES)
+        store_some(beta, false, i, layer->largest_beta / (1 + f32x16_exp(-load_some(beta, false, i, count - i))),
+                   count - i);
+}
+
+/* Replaces what a token's betas are computed of by them, and its steps by the decays. */
 static void prepare_delta_token(void *args, int64_t token) {
     const mixer *mixer = args;
     const pagoda_recurrent_layer *layer = mixer->layer;
     const int64_t num_heads = layer->num_heads;
-    float *step = from_element(mixer, (token + 1) * mixer->stride - num_heads), *beta = step - num_heads;
+    float *step = from_element(mixer, (token + 1) * mixer->stride - num_heads);
     for (int64_t head = 0; head < num_heads; head++)
         step[head] = layer->decay[head] * softplus(step[head] + layer->step_bias[head]);
-    for (int64_t i = 0; i < num_heads; i += LANES)
-        store_some(beta, false, i, layer->largest_beta / (1 + f32x16_exp(-load_some(beta, false, i, num_heads - i))),
-                   num_heads - i);
+    prepare_betas(layer, step - num_heads);
 }
 
 /* Computes the gated delta rule. */
@@ -114,6 +121,62 @@ static void compute_gated_delta(const mixer *mixer) {
     pagoda_gated_delta_rule(&rule);
     gate_output(mixer, channels);
 }
+
+/* --- Kimi delta attention ----------------------------------------------------------------------------------------- */
+
+/* A section of each row, and where it is copied to. */
+typedef struct {
+    const mixer *mixer;
+    int64_t element, width;
+} section;
+
+/* Copies a token's section. */
+static void copy_section(void *args, int64_t token) {
+    const section *from = args;
+    memcpy(from->mixer->call->mixed + token * from->width,
+           from_element(from->mixer, token * from->mixer->stride + from->element), (size_t)from->width * sizeof(float));
+}
+
+/* Computes a linear layer of a section of each row, from an element on; its outputs begin at another element. */
+static void project(const mixer *mixer, const pagoda_weight *weight, int64_t element, int64_t output) {
+    section from = {mixer, element, weight->in_features};
+    pagoda_rows rows = *mixer->call->rows;
+    pagoda_for_each_row(rows.num_rows, rows.num_rows * from.width, copy_section, &from);
+    pagoda_pack_rows(&rows, mixer->call->mixed, 0, weight->kind, weight->in_features, NULL, 0);
+    pagoda_linear(from_element(mixer, output), mixer->stride, &rows, weight, PAGODA_STORE);
+}
+
+/* Replaces what a token's betas are computed of by them, and its steps by the decays. */
+static void prepare_kimi_token(void *args, int64_t token) {
+    const mixer *mixer = args;
+    const pagoda_recurrent_layer *layer = mixer->layer;
+    float *row = from_element(mixer, token * mixer->stride), *step = row + layer->input.out_features;
+    for (int64_t i = 0; i < mixer->inner; i++)
+        step[i] = layer->decay[i / layer->head_dim] * softplus(step[i] + layer->step_bias[i]);
+    prepare_betas(layer, row + 3 * mixer->inner);
+}
+
+/* Computes Kimi delta attention. */
+static void compute_kimi_delta(const mixer *mixer) {
+    const pagoda_recurrent_layer *layer = mixer->layer;
+    const int64_t inner = mixer->inner, beta = 3 * inner, of_steps = beta + layer->num_heads;
+    const int64_t step = layer->input.out_features, gate = step + inner;
+    project(mixer, &layer->steps, of_steps, step);
+    project(mixer, &layer->gates, of_steps + layer->steps.in_features, gate);
+    convolve(mixer, 0, 3 * inner, true);
+    for_each_token(mixer, inner, prepare_kimi_token);
+    pagoda_delta_rule_call rule = {
+        .sequences = mixer->call->sequences, .output = mixer->call->mixed, .mixed = mixer->call->wide,
+        .decay = from_element(mixer, step), .beta = from_element(mixer, beta), .state = mixer->call->state,
+        .stride = mixer->stride, .decay_stride = mixer->stride, .beta_stride = mixer->stride,
+        .num_tokens = mixer->call->rows->num_rows, .num_key_heads = layer->num_heads, .num_heads = layer->num_heads,
+        .key_dim = layer->head_dim, .value_dim = layer->head_dim, .decays_rows = true,
+    };
+    pagoda_gated_delta_rule(&rule);
+    gate_output(mixer, gate);
+}
+
+/* --- Mamba -------------------------------------------------------------------------------------------------------- */
 
 /* Replaces a token's steps by their softplus within the limits. */
 static void prepare_mamba_token(void *args, int64_t token) {
@@ -143,10 +206,12 @@ static void compute_mamba(const mixer *mixer) {
 
 void pagoda_compute_recurrent(const pagoda_recurrent_layer *layer, const pagoda_recurrent_call *call) {
     mixer mixer = {layer, call, layer->input.out_features, (int64_t)layer->num_heads * layer->head_dim};
+    if (layer->kind == PAGODA_KIMI_DELTA) mixer.stride += 2 * mixer.inner;
     pagoda_linear(call->wide, mixer.stride, call->rows, &layer->input, PAGODA_STORE);
     switch (layer->kind) {
     case PAGODA_SHORT_CONV: compute_short_conv(&mixer); break;
     case PAGODA_GATED_DELTA: compute_gated_delta(&mixer); break;
     case PAGODA_MAMBA: compute_mamba(&mixer); break;
+    case PAGODA_KIMI_DELTA: compute_kimi_delta(&mixer); break;
     }
 }

@@ -71,7 +71,7 @@ Of models with latent attention (MLA) the cache keeps one vector for each token,
 Attention multiplies queries with these vectors ("absorbed") in prompts and answers alike, so that a token's bits do not
 depend on how its prompt was cut. Logits, tokens, beams, swapped requests and ranks are compared as above
 (`tests/engine/models/decoder/latent/`). Ranks divide the heads; each keeps the vectors of all tokens. These
-models run on a CPU only; Kimi Linear and those below as torch's operators around attention in C, so int8 and
+models, Kimi Linear among them, run on a CPU only; those below as torch's operators around attention in C, so int8 and
 bit-identical answers in any batch are not for them.
 
 Of models with sparse latent attention (DSA: DeepSeek V3.2, GLM-5) a layer's indexer scores the tokens of the context,

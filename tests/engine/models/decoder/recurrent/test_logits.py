@@ -29,7 +29,6 @@ from tests.engine.models.decoder.recurrent.conftest import STEPS, Saved, make_se
 from tests.engine.models.decoder.recurrent.recurrent_families import RECURRENT_FAMILIES, few
 
 TOLERANCE = 1e-5  # of the largest logit of a sequence
-NOT_IN_C = ("kimi-linear", "kimi-linear-groups")  # whose attention is latent
 CPU = torch.device("cpu")
 Change = Callable[[ModelConfig], ModelConfig]
 
@@ -61,7 +60,7 @@ def test_logits_equal_those_of_transformers(
 ) -> None:
     if implementation is Decoder:
         monkeypatch.setattr(loader, "cpu_kernels_can_run", lambda *_: False)
-    elif library() is None or name in NOT_IN_C:
+    elif library() is None:
         pytest.skip("torch computes every model")
     decoder = load(saved(name).path)
     assert isinstance(decoder, implementation)

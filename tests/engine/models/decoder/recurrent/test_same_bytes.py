@@ -37,6 +37,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> LogitsRecorder:
             for name in (
                 "lfm2-moe",
                 "olmo-hybrid",
+                "kimi-linear",
                 "granite-4-h-moe",
                 "falcon-h1-norm",
                 "nemotron-3-nano",
