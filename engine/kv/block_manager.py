@@ -99,11 +99,6 @@ class BlockManager:
         """Blocks that can be allocated with a page of each window."""
         return min([self.num_free_blocks, *(window.num_free for window in self.windows)])
 
-    @property
-    def num_released(self) -> int:
-        """Counts releases. While it is unchanged, a request that did not fit need not be checked again."""
-        return self.pool.num_released + sum(window.pages.num_released for window in self.windows)
-
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return the blocks that ``num_tokens`` tokens take."""
         return -(-num_tokens // self.block_size)

@@ -28,7 +28,7 @@ class _Blocked(NamedTuple):
     """A waiting group that the pool had no room for, and what must change before it is checked again."""
 
     group: SequenceGroup
-    num_released: int  # BlockManager.num_released at that time
+    num_released: int  # of the pool at that time
     awaited_hash: int | None  # the block whose publication would reduce what the group needs
 
 
@@ -53,16 +53,18 @@ class Admission:
         while self._queues.waiting and step.token_budget >= 1:
             group = self._queues.waiting[-1]
             num_slots = min(step.token_budget + withheld_tokens, self._queues.num_free_slots)
-            if group.num_slots > num_slots or not self._has_blocks(group, reserve):
+            max_chunk = step.max_chunk(group.num_slots)
+            if group.num_slots > num_slots or not self._fits(group, max_chunk, reserve):
                 return
             if group.status is SequenceStatus.SWAPPED:
                 swap_in(blocks, group.unfinished)
-            growths = plan_group(group.unfinished, step.max_chunk(group.num_slots), blocks)
+            growths = plan_group(group.unfinished, max_chunk, blocks)
             if not blocks.can_grow(growths):
                 # Colliding hashes made blocks_to_start() too small. A waiting group waits until it runs alone: then its
                 # first sequence fits. Of a swapped one only the sequences that were swapped run in this step.
                 if group.status is SequenceStatus.WAITING:
                     assert self._queues.running, "add() accepted a request that cannot fit"
+                    self._block(group)
                     return
                 growths = _without_starts(growths)
             reserve.add(step.start(group, growths))
@@ -71,28 +73,38 @@ class Admission:
         """Release the blocked group, which may have ended."""
         self._blocked = None
 
-    def _has_blocks(self, group: SequenceGroup, reserve: _BlockReserve) -> bool:
-        """Whether the pool has room for all known tokens of a group; it always has if no other request runs."""
+    def _fits(self, group: SequenceGroup, max_chunk: int, reserve: _BlockReserve) -> bool:
+        """Whether the pools have room for all known tokens of a group; they always have if no other request runs."""
         if not self._queues.running:
             return True
-        if self._is_still_blocked(group):
+        # The pages of windows first: they change in each step, and need no match of the group's prefix.
+        if not self._has_pages(group, max_chunk) or self._is_still_blocked(group):
             return False
-        fits = reserve.fits(blocks_to_start(group, self._blocks) + self._watermark, self._blocks.num_free_blocks)
-        if fits and self._has_pages(group):
+        if reserve.fits(blocks_to_start(group, self._blocks) + self._watermark, self._blocks.num_free_blocks):
             return True
-        awaited_hash = self._blocks.awaited_hash(group.unfinished[0])
-        self._blocked = _Blocked(group, self._blocks.num_released, awaited_hash)
+        self._block(group)
         return False
 
-    def _has_pages(self, group: SequenceGroup) -> bool:
-        """Whether each window has pages for what the group's next tokens reach, and for a block of all that runs."""
+    def _has_pages(self, group: SequenceGroup, max_chunk: int) -> bool:
+        """Whether each window has pages for a group: for what its next tokens reach and for a chunk of its first one.
+
+        A page for each running sequence is left too.
+        """
+        size = self._blocks.block_size
         for window in self._blocks.windows:
-            most = pages_in_reach(window.window, self._blocks.block_size)
-            needed = sum(min(self._blocks.num_blocks_for(member.num_tokens), most) for member in group.unfinished)
+            most, needed = pages_in_reach(window.window, size), 0
+            for member in group.unfinished:
+                chunk_pages = 0 if needed else -(-(min(max_chunk, member.remaining_tokens) - 1) // size)
+                needed += min(self._blocks.num_blocks_for(member.num_tokens), most + chunk_pages)
             reserve = len(self._queues.running) + int(WATERMARK * len(window.pages.blocks))
             if needed + reserve > window.num_free:
                 return False
         return True
+
+    def _block(self, group: SequenceGroup) -> None:
+        """Remember that the pool of blocks has no room for a group."""
+        awaited_hash = self._blocks.awaited_hash(group.unfinished[0])
+        self._blocked = _Blocked(group, self._blocks.pool.num_released, awaited_hash)
 
     def _is_still_blocked(self, group: SequenceGroup) -> bool:
         """Whether the pool had no room for the group and nothing has changed since.
@@ -100,7 +112,7 @@ class Admission:
         This saves matching the group's prefix again in each step of a long wait.
         """
         blocked = self._blocked
-        if blocked is None or blocked.group is not group or blocked.num_released != self._blocks.num_released:
+        if blocked is None or blocked.group is not group or blocked.num_released != self._blocks.pool.num_released:
             return False
         return not self._blocks.prefix_cache.is_on_device(blocked.awaited_hash)
 

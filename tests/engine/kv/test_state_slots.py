@@ -5,9 +5,13 @@ from __future__ import annotations
 import pytest
 
 from engine.engine import Engine
+from engine.kv.attachments.state_slots import StateSlots
+from engine.kv.block_pool import Block
+from engine.kv.prefix_cache import PrefixMatch
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
+from tests.engine.kv.test_block_manager import make_sequence
 from tests.engine.shadow import ShadowRunner, make_engine, run_to_end
 
 SIZE = 4
@@ -99,6 +103,21 @@ def test_one_slot_is_for_the_sequence_that_runs() -> None:
     assert engine.scheduler.max_num_running == 1
     for name in ("first", "again"):
         assert ask(engine, name, list(range(10)), max_tokens=20)[0] == 0
+
+
+def test_a_sequence_replaces_its_own_snapshot_and_no_other() -> None:
+    """The block on which it left one may have that of another sequence now."""
+    states = StateSlots(12, 4, blocks := [Block(block_id) for block_id in range(4)])
+    first, second = make_sequence([1]), make_sequence([2])
+    for sequence in (first, second):
+        states.start(sequence, PrefixMatch(), 0)
+    states.keep(first, blocks[0])
+    states.keep(first, blocks[1])
+    assert list(states.snapshots.by_block) == [1]
+    states.snapshots.detach(1)  # as if another snapshot needed the slot
+    states.keep(second, blocks[1])
+    states.keep(first, blocks[2])
+    assert list(states.snapshots.by_block) == [1, 2]
 
 
 def test_a_snapshot_dies_with_its_block() -> None:

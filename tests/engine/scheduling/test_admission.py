@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from engine.errors import PromptTooLongError, RequestError
+from engine.kv.prefix_cache import PrefixCache, PrefixMatch
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence
 from tests.engine.scheduling.steps import add, make_step, step_sizes
 from tests.engine.shadow import make_engine, run_all_to_end, run_to_end
 
@@ -53,6 +55,30 @@ def test_a_blocked_request_is_tried_again_when_a_cached_block_that_it_shares_com
     engine.add_request(EngineRequest("running", [*shared, 8, 9], computes_again))
     engine.add_request(EngineRequest("blocked", [*shared, *range(20, 29)], SamplingParams(max_tokens=2)))
     assert [make_step(engine)[0] for _ in range(2)] == [["running"], ["running", "blocked"]]
+
+
+def test_a_request_that_waits_for_pages_of_a_window_is_not_matched_in_each_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its first chunk needs pages too; the running request frees some in each step, and takes others."""
+    num_matches = 0
+    match = PrefixCache.match
+
+    def counting(cache: PrefixCache, sequence: Sequence) -> PrefixMatch:
+        nonlocal num_matches
+        num_matches += 1
+        return match(cache, sequence)
+
+    engine, _ = make_engine(block_size=4, windows=((8, 11),), max_num_batched_tokens=32)
+    add(engine, "running", 9, max_tokens=30)
+    engine.step()
+    add(engine, "waiting", 80, max_tokens=2, first=7)
+    monkeypatch.setattr(PrefixCache, "match", counting)
+    for _ in range(20):
+        assert list(step_sizes(engine)) == ["running"]
+    assert num_matches == 0
+    run_to_end(engine)
+    assert num_matches > 0
 
 
 @pytest.mark.parametrize(("length", "starts"), [(98 * 4, True), (99 * 4, False)])
