@@ -1,12 +1,12 @@
-"""With the C kernels, models with states give the same bytes alone, batched, chunked, preempted, resumed and migrated.
+"""With the C kernels, models with states give the same bytes alone, batched, chunked, preempted, swapped and migrated.
 
-The settings are those of models without states, but for swapping: states are not swapped. test_same_bytes.py beside
-this folder tries a few of them in `make test`.
+The settings are those of models without states. test_same_bytes.py beside this folder tries a few in `make test`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -16,14 +16,19 @@ from tests.engine.models.decoder.test_same_bytes import NUM_PROMPTS, SETTINGS, L
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compiler")
 
-# "warm" finds every prompt in the cache again, but there are not as many slots for snapshots as prompts.
-OF_STATES = [name for name in SETTINGS if name not in ("swapped", "evicted to the host", "warm")]
+# Slots for the snapshots of all prompts, on the device where every prompt is found in the cache again, or on the host.
+MORE_SLOTS: dict[str, dict[str, Any]] = {
+    "warm": {"state_snapshots": 24, "kv_cache_memory": "512MiB"},
+    "evicted to the host": {"swap_space_gib": 0.5},
+}
 FEW_SETTINGS = ("chunks of 17", "all at once, shared", "migrated, warm")
 KINDS = ("float32", "bfloat16")
 
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> LogitsRecorder:
+    for setting, options in MORE_SLOTS.items():
+        monkeypatch.setitem(SETTINGS, setting, SETTINGS[setting] | options)
     return LogitsRecorder(monkeypatch)
 
 
@@ -49,8 +54,9 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> LogitsRecorder:
 def test_forty_answers(
     recorder: LogitsRecorder, saved: Callable[[str], Saved], name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = (*FEW_SETTINGS, "blocks of 1", "preempted", "preempted, cached", "warm")
-    for setting in ("preempted", "preempted, cached"):
+    preempting = ("preempted", "preempted, cached", "swapped")
+    settings = (*FEW_SETTINGS, "blocks of 1", *preempting, "evicted to the host", "warm")
+    for setting in preempting:
         monkeypatch.setitem(SETTINGS, setting, SETTINGS[setting] | {"num_blocks": 330})  # for few answers
     check(recorder, saved(name).path, kind, settings, 40)
 
@@ -62,4 +68,4 @@ def test_forty_answers(
 def test_two_hundred_answers_in_every_setting(
     recorder: LogitsRecorder, saved: Callable[[str], Saved], name: str, kind: str
 ) -> None:
-    check(recorder, saved(name).path, kind, OF_STATES, NUM_PROMPTS)
+    check(recorder, saved(name).path, kind, list(SETTINGS), NUM_PROMPTS)
