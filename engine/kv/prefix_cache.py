@@ -109,7 +109,7 @@ class PrefixCache:
         self._pool = pool
         self._block_size = block_size
         self._store = store
-        store.on_removed = self._lost_by_store
+        store.on_removed = self._report_lost
         self._by_hash: dict[int, Block] = {}
         self._next_content_id = 0
         self.events = EventLog(enabled=record_events)
@@ -247,13 +247,14 @@ class PrefixCache:
         self.events.record(AllBlocksCleared())
 
     def _publish_block(self, block: Block, block_hash: int, token_bytes: bytes, parent: int | str) -> None:
-        self._by_hash[block_hash] = block
         page = self._store.lookup(block_hash)
-        if page is not None and page.holds(token_bytes, parent):
+        if page is not None and not page.holds(token_bytes, parent):
+            self._lose(block_hash)
+            page = None
+        self._by_hash[block_hash] = block
+        if page is not None:
             block.copy_content(page)
             return
-        if page is not None:
-            self._lose(block_hash)
         block.block_hash, block.token_bytes, block.parent = block_hash, token_bytes, parent
         block.content_id, self._next_content_id = self._next_content_id, self._next_content_id + 1
         self.events.record(BlockStored(block_hash))
@@ -291,12 +292,10 @@ class PrefixCache:
         self._store.discard(block_hash)
         self._report_lost(block_hash)
 
-    def _lost_by_store(self, block_hash: int) -> None:
-        if block_hash not in self._by_hash:
-            self._report_lost(block_hash)
-
     def _report_lost(self, block_hash: int) -> None:
-        """Report that neither the device nor the store has a block any more."""
+        """Report a block that the store does not hold, unless the device does."""
+        if block_hash in self._by_hash:
+            return
         for attached in self.attachments:
             attached.lose(block_hash)
         self.events.record(BlockRemoved(block_hash))
