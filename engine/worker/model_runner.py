@@ -201,6 +201,17 @@ class ModelRunner:
                 cache.slots.bytes_per_page * ranks / 2**20,
                 self.pools.num_snapshots,
             )
+        if self.pools.num_host_blocks:
+            in_gib = sum(pool.num_host_bytes for pool in cache.pools) * ranks / 2**30
+            pages, slots = sum(self.pools.num_host_window_pages), self.pools.num_host_slots
+            logger.info(
+                "Host memory for preempted requests and evicted prefixes: %d blocks, %d pages of windows and %d states "
+                "in %.2f GiB",
+                self.pools.num_host_blocks,
+                pages,
+                slots,
+                in_gib,
+            )
         if not cache.blocks.parts:
             return
         length = self.max_model_len

@@ -122,6 +122,17 @@ def test_the_log_says_blocks_tokens_gib_and_full_length_requests(
     assert runner.workers.local.kv_cache.blocks.num_host_pages == 0
 
 
+def test_the_log_says_what_the_host_keeps(qwen3: SavedModel, caplog: pytest.LogCaptureFixture) -> None:
+    options = {"device": "cpu", "num_blocks": 24, "swap_space_gib": 0.01, "tensor_parallel_size": 1}
+    with caplog.at_level(logging.INFO):
+        runner = ModelRunner(EngineConfig.from_options(qwen3.path, options))
+    message = (
+        f"Host memory for preempted requests and evicted prefixes: {runner.info.num_host_blocks} blocks, 0 pages of "
+        "windows and 0 states in 0.01 GiB"
+    )
+    assert message in caplog.messages
+
+
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux says what a process holds")
 def test_a_start_touches_nothing_of_the_pool_on_a_cpu(qwen3: SavedModel) -> None:
     def resident() -> int:
