@@ -162,7 +162,16 @@ def follow_states(monkeypatch: pytest.MonkeyPatch, num_seeds: int, **options: in
     return total, events
 
 
-@pytest.mark.parametrize("options", [{}, {"num_slots": 3}, {"num_blocks": 24, "num_draft_tokens": 3}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_slots": 3},
+        {"num_blocks": 24, "num_draft_tokens": 3},
+        {"num_slots": 3, "num_host_blocks": 8, "num_host_slots": 8},
+    ],
+    ids=str,
+)
 def test_the_events_say_after_which_blocks_a_hit_may_resume(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, int]
 ) -> None:

@@ -128,6 +128,25 @@ def test_a_snapshot_dies_with_its_block() -> None:
     assert ask(engine, "again", list(range(10)))[0] == 0
 
 
+def test_a_prompt_resumes_at_a_snapshot_on_the_host() -> None:
+    engine, runner = make(num_blocks=4, num_slots=3, num_host_blocks=20, num_host_slots=6)
+    prompts = [list(range(first, first + 10)) for first in (0, 20, 40)]
+    assert [ask(engine, str(first), prompt)[0] for first, prompt in enumerate(prompts)] == [0, 0, 0]
+    assert [ask(engine, f"again {first}", prompt)[0] for first, prompt in enumerate(prompts)] == [8, 8, 8]
+    assert runner.num_copied["state in"] == 3
+    engine.reset_prefix_cache()
+    assert ask(engine, "after a reset", prompts[0])[0] == 0
+
+
+def test_a_snapshot_may_be_on_the_host_while_its_block_is_on_the_device() -> None:
+    engine, _ = make(num_blocks=40, num_slots=3, num_host_blocks=20, num_host_slots=6)
+    prompts = [list(range(first, first + 10)) for first in (0, 20, 40)]
+    for name in ("first", "again"):
+        resumed = [ask(engine, f"{name} {index}", prompt)[0] for index, prompt in enumerate(prompts)]
+    assert resumed == [8, 8, 8]
+    assert engine.block_manager.prefix_cache.num_evicted == 0
+
+
 def test_a_reset_drops_the_snapshots() -> None:
     engine, _ = make()
     ask(engine, "first", list(range(10)))

@@ -112,6 +112,29 @@ def test_a_match_needs_only_what_the_next_token_reaches() -> None:
     assert window.num_resumable(match, 5, 20) == 0
 
 
+def test_a_prompt_is_hit_on_the_host_with_the_pages_within_reach_of_its_end_only() -> None:
+    """Each of five prompts fills the blocks, and the pages of the window twice."""
+    options = {"num_blocks": 16, "num_host_blocks": 90, "max_num_batched_tokens": 16}
+    engine, runner = make(num_pages=8, num_host_window_pages=(25,), **options)
+    prompts = [list(range(first, first + 60)) for first in range(5)]
+    assert [ask(engine, str(index), prompt, 3) for index, prompt in enumerate(prompts)] == [0] * 5
+    (window,) = engine.block_manager.windows
+    assert window.attached.store.pages.counts().cached < 5 * 4, "pages are stored with which hardly a prompt resumes"
+    assert [ask(engine, f"again {index}", prompt) for index, prompt in enumerate(prompts)] == [59] * 5
+    assert runner.num_copied["page in"] >= 4 * 2
+
+
+def test_where_prompts_part_the_second_one_leaves_pages_on_the_host_for_the_third() -> None:
+    options = {"num_blocks": 16, "num_host_blocks": 90, "max_num_batched_tokens": 16}
+    engine, _ = make(num_pages=8, num_host_window_pages=(25,), **options)
+    system = list(range(24))
+    resumed = []
+    for user in (10, 30, 50):
+        resumed.append(ask(engine, str(user), [*system, *range(user, user + 13)]))
+        ask(engine, f"other {user}", [user, *range(5, 63)])
+    assert resumed == [0, 0, 24]
+
+
 def test_maps_turn_blocks_into_pages() -> None:
     host, device = HostPageMap(6), PageMap(6, torch.device("cpu"))
     changes = host.update(np.array([1, 4]), np.array([7, 2], dtype=np.int32))
