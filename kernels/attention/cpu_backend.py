@@ -9,7 +9,7 @@ import torch
 from kernels.attention import c_kernel
 from kernels.attention.base import AttentionBackend, AttentionInputs
 from kernels.attention.sdpa import SdpaAttention
-from kernels.attention.sparse import sparse_attention
+from kernels.attention.sparse import as_decodes, sparse_attention
 
 __all__ = ["CpuBackend"]
 
@@ -33,9 +33,7 @@ class CpuBackend(AttentionBackend):
             raise ValueError(f"block_size={block_size} holds no token; the cpu attention backend needs 1 or more")
 
     def forward(self, inputs: AttentionInputs) -> torch.Tensor:
-        if inputs.topk_slots is not None:
-            return sparse_attention(inputs)
-        can_be_c = self._use_c_kernel and inputs.sinks is None
+        is_sparse, can_be_c = inputs.topk_slots is not None, self._use_c_kernel and inputs.sinks is None
         if can_be_c and c_kernel.is_supported(inputs.key_cache.dtype, inputs.head_dim, inputs.value_dim):
-            return c_kernel.paged_attention(inputs)
-        return self._sdpa.forward(inputs)
+            return c_kernel.paged_attention(as_decodes(inputs) if is_sparse else inputs)
+        return sparse_attention(inputs) if is_sparse else self._sdpa.forward(inputs)

@@ -8,7 +8,8 @@ and the query attends to the `top_k` tokens with the highest scores, to all whil
 those of earlier tokens count as higher.
 
 Each query is computed by itself. So what it gets depends neither on the rest of the batch, nor on how its prompt was
-cut. The Hadamard rotation and FP8 of published kernels are for their speed, and change scores only by rounding.
+cut. On a GPU triton/indexer.py computes the same. The Hadamard rotation and FP8 of published kernels are for their
+speed, and change scores only by rounding.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 
 from kernels.attention_metadata import AttentionMetadata
 
-__all__ = ["IndexerInputs", "topk_slots"]
+__all__ = ["IndexerInputs", "topk_slots", "topk_slots_torch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,15 @@ def topk_slots(inputs: IndexerInputs) -> torch.Tensor:
     They are in the order of the tokens' positions. Rows of queries that attend to fewer end with -1, and rows of
     padding are -1.
     """
+    if inputs.query.device.type == "cpu":
+        return topk_slots_torch(inputs)
+    from kernels.attention.triton.indexer import topk_slots_triton
+
+    return topk_slots_triton(inputs)
+
+
+def topk_slots_torch(inputs: IndexerInputs) -> torch.Tensor:
+    """Compute `topk_slots` on a CPU, as plainly as torch allows."""
     metadata, top_k, device = inputs.metadata, inputs.top_k, inputs.query.device
     shape = (inputs.query.shape[0], min(top_k, metadata.max_seq_len))
     chosen = torch.full(shape, -1, dtype=torch.int32, device=device)

@@ -45,5 +45,5 @@ BACKENDS: dict[str, BackendEntry] = {  # "auto" takes the first that can run, so
     "cpu":          BackendEntry("cpu_backend",        "CpuBackend",        ("cpu",),  ANY,  options=(*_ALL, *_LATENT)),
     "flash_attn_3": BackendEntry("flash.flash_attn_3", "FlashAttn3Backend", ("cuda",), HALF, options=("softcap",)),
     "flash_attn":   BackendEntry("flash.flash_attn",   "FlashAttnBackend",  ("cuda",), HALF, options=("softcap",)),
-    "triton":       BackendEntry("triton.backend",     "TritonBackend",     ("cuda",), ANY,  options=_ALL),
+    "triton":       BackendEntry("triton.backend",     "TritonBackend",     ("cuda",), ANY,  options=(*_ALL, "sparse")),
 }  # fmt: skip

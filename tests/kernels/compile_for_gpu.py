@@ -1,7 +1,7 @@
 """Compile, without a GPU, every kernel that an engine's warm-up compiles.
 
     python -m tests.kernels.compile_for_gpu 90 models Qwen3-0.6B 8B
-    python -m tests.kernels.compile_for_gpu 80,90,100 variants attention layers linear recurrent
+    python -m tests.kernels.compile_for_gpu 80,90,100 variants attention sparse layers linear recurrent
     python -m tests.kernels.compile_for_gpu 80,90,100 variants all attention
     python -m tests.kernels.compile_for_gpu 90 variants few layers
     python -m tests.kernels.compile_for_gpu 80 sampling 151936 50257

@@ -16,13 +16,16 @@ import torch
 
 from engine.worker.warm_up_steps import one_sequence
 from kernels.attention.base import AttentionInputs, StepLimits
+from kernels.attention.indexer import IndexerInputs
 from kernels.attention.triton.backend import TritonBackend
+from kernels.attention.triton.indexer import topk_slots_triton
+from kernels.attention_metadata import AttentionMetadata
 from kernels.cache.triton.store_kvcache import store_kvcache_triton
 from kernels.linear.triton import linear_triton
 from tests.kernels.layer_ops_launches import MODELS, run_layer_ops
 from tests.kernels.recurrent_launches import RECURRENT_MODELS, run_recurrent
 
-__all__ = ["VARIANTS", "covering", "each_value", "every", "run_attention"]
+__all__ = ["VARIANTS", "covering", "each_value", "every", "run_attention", "run_sparse"]
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -69,6 +72,22 @@ def _run_linear(*, dtype: torch.dtype, num_inputs: int, num_outputs: int, has_bi
     linear_triton(torch.zeros(70, num_inputs, dtype=dtype), weight, weight[:, 0].contiguous() if has_bias else None)
 
 
+def run_sparse(
+    metadata: AttentionMetadata, *, dtype: torch.dtype, num_heads: int, num_index_heads: int, block_size: int
+) -> None:
+    """Launch the choice of tokens and the attention to them, of latents of the published sizes."""
+    count = metadata.slot_mapping.shape[0]
+    query, keys = torch.zeros(count, num_index_heads, 128, dtype=dtype), torch.zeros(1, block_size, 128, dtype=dtype)
+    slots = topk_slots_triton(IndexerInputs(query, torch.zeros(count, num_index_heads), keys, metadata, 0.1, top_k=64))
+    query, cache = torch.zeros(count, num_heads, 576, dtype=dtype), torch.zeros(1, block_size, 1, 576, dtype=dtype)
+    TritonBackend().forward(AttentionInputs(query, cache, cache[..., :512], metadata, 0.1, topk_slots=slots))
+
+
+def _run_sparse(*, block_size: int, **shape: Any) -> None:
+    metadata = one_sequence(2, 100, block_size=block_size, device=CPU).metadata
+    run_sparse(metadata, block_size=block_size, **shape)
+
+
 def _run_layers(*, dtype: torch.dtype, model: str) -> None:
     run_layer_ops(replace(MODELS[model], dtype=dtype))
 
@@ -88,6 +107,10 @@ VARIANTS = {
             "window": (None, 600),
             "block_size": (16, 256),
         },
+    ),
+    "sparse": _Kernels(
+        _run_sparse,
+        {"dtype": DTYPES, "num_heads": (8, 64), "num_index_heads": (32, 64), "block_size": (16, 256)},
     ),
     "layers": _Kernels(_run_layers, {"model": tuple(MODELS), "dtype": DTYPES}),
     "recurrent": _Kernels(_run_recurrent, {"model": tuple(RECURRENT_MODELS), "dtype": DTYPES}),

@@ -16,6 +16,8 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from kernels.attention.triton import decode, prefill
+from kernels.attention.triton import indexer as indexer_triton
+from kernels.attention.triton import sparse as sparse_triton
 from kernels.cache.triton import pending_tokens as pending_tokens_triton
 from kernels.cache.triton import store_kvcache as store_kvcache_triton
 from kernels.experts.triton import experts as experts_triton
@@ -32,7 +34,8 @@ from kernels.sampling.triton import truncation as truncation_kernels
 __all__ = ["KERNELS", "LaunchLog"]
 
 _MODULES: tuple[ModuleType, ...] = (
-    *(prefill, decode, store_kvcache_triton, pending_tokens_triton),
+    *(prefill, decode, indexer_triton, sparse_triton),
+    *(store_kvcache_triton, pending_tokens_triton),
     *(experts_routing_triton, experts_triton, linear_triton),
     *(conv_kernels, delta_rule_kernels, scan_kernels),
     *(layer_kernels, filter_kernels, sampling_kernels, truncation_kernels),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from kernels.attention.triton import indexer
 from kernels.attention.triton.backend import TritonBackend
 from kernels.attention.triton.decode import reduce_splits_kernel
 from kernels.cache.triton.pending_tokens import take_pending_tokens_triton
@@ -15,11 +18,14 @@ from kernels.experts.triton.experts import experts_triton
 from kernels.linear.triton import linear_triton
 from kernels.sampling.triton.ops import TritonSampling
 from tests.kernels.attention.paged_batches import PADDING, Batch, Shape, make_batch
+from tests.kernels.gpu_variants import run_sparse
 from tests.kernels.launch_log import KERNELS, LaunchLog
 from tests.kernels.layer_ops_launches import MODELS, run_layer_ops
 from tests.kernels.recurrent_launches import RECURRENT_MODELS, run_recurrent
 
 SHAPE = Shape(num_heads=8, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16)
+SPARSE = Shape(num_heads=1, num_kv_heads=1, head_dim=16)  # of which only the metadata is used
+SIZES: dict[str, Any] = {"dtype": torch.bfloat16, "num_heads": 8, "num_index_heads": 32, "block_size": 16}
 
 
 @pytest.fixture
@@ -81,9 +87,22 @@ def test_recurrent_layers_of_any_step_launch_what_the_first_ones_did(log: Launch
     assert list(log.variants) == warmed
 
 
+def test_sparse_attention_of_any_step_launches_what_the_first_one_did(log: LaunchLog) -> None:
+    """Also of a step whose tokens are chosen in slices, which begin anywhere in its arrays."""
+    run_sparse(make_batch([(1, 520), (3, 200)], SPARSE).metadata, **SIZES)
+    warmed = list(log.variants)
+    for lengths in ([(1, 17)], [(1, 5000)] * 16 + [(200, 300), PADDING], [(7, 63), (1, 64)]):
+        run_sparse(make_batch(lengths, SPARSE).metadata, **SIZES)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(indexer, "_SCORES_AT_ONCE", 3 * 200)
+        run_sparse(make_batch([(1, 20), (30, 200)], SPARSE).metadata, **SIZES)
+    assert list(log.variants) == warmed
+
+
 def test_every_launch_says_whether_products_and_sums_are_fused(log: LaunchLog) -> None:
     """Triton's default changes in 3.10, and results would change with it."""
     run([(1, 5000), (2, 9)])
+    run_sparse(make_batch([(1, 520)], SPARSE).metadata, **SIZES)
     run_layer_ops(MODELS["Qwen3-0.6B"])
     run_recurrent((*RECURRENT_MODELS["Qwen3.5-0.8B"], *RECURRENT_MODELS["Nemotron-3-Nano"]), torch.bfloat16)
     linear_triton(torch.zeros(2, 16), torch.zeros(4, 16), None)

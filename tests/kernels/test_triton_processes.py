@@ -94,6 +94,12 @@ def test_every_kernel_of_a_recurrent_layer_compiles_for_gpus(tmp_path: Path, cap
         }
 
 
+def test_sparse_latent_attention_compiles_for_gpus(tmp_path: Path, capabilities: list[int]) -> None:
+    part = ["few"] if len(capabilities) == 1 else []
+    for compiled in _compile(tmp_path, capabilities, "variants", *part, "sparse"):
+        assert set(compiled) == {"index_scores_kernel", "choose_kernel", "sparse_kernel"}
+
+
 @pytest.mark.exhaustive("a minute of compilation; CI compiles the attention of a warm-up, without and with a window")
 def test_attention_of_every_shape_and_option_compiles_for_gpus(tmp_path: Path, capabilities: list[int]) -> None:
     """As gpu_variants.py combines them: about a minute of a core for what would take an hour."""

@@ -52,7 +52,7 @@ def attention_options(config: Any, family: Family, head_dims: list[int]) -> froz
     needed = {
         "softcap": family.caps_attention and config.attn_logit_softcapping is not None,
         "large_heads": max(head_dims) > LARGEST_HEAD_DIM,
-        "latent": family.has_latents,
+        "latent": family.has_latents and family.index_rotation is None,
         "sparse": family.index_rotation is not None,
     }
     return frozenset(name for name, is_needed in needed.items() if is_needed)

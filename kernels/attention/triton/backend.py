@@ -18,6 +18,7 @@ from kernels.attention.step_cache import StepCache
 from kernels.attention.triton.decode import plan_splits_kernel, reduce_splits_kernel, split_decode_kernel
 from kernels.attention.triton.layer_shape import KEYS_PER_SPLIT, MAX_SPLITS, LayerShape, most_splits
 from kernels.attention.triton.prefill import prefill_kernel
+from kernels.attention.triton.sparse import sparse_attention_triton
 from kernels.attention_metadata import AttentionMetadata
 
 __all__ = ["TritonBackend"]
@@ -65,6 +66,8 @@ class TritonBackend(AttentionBackend):
             )
 
     def forward(self, inputs: AttentionInputs) -> torch.Tensor:
+        if inputs.topk_slots is not None:
+            return sparse_attention_triton(inputs)
         assert inputs.key_cache.is_contiguous()
         assert inputs.value_cache.is_contiguous()
         assert inputs.sinks is None or inputs.sinks.is_contiguous()

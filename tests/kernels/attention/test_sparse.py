@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 
@@ -13,7 +13,8 @@ import torch
 from kernels.attention import reference
 from kernels.attention.base import AttentionInputs
 from kernels.attention.cpu_backend import CpuBackend
-from kernels.attention.indexer import IndexerInputs, topk_slots
+from kernels.attention.indexer import IndexerInputs, topk_slots, topk_slots_torch
+from kernels.cpu.library import library, set_num_threads
 from tests.kernels.attention.paged_batches import (
     BATCHES,
     PADDING,
@@ -26,7 +27,7 @@ from tests.kernels.attention.paged_batches import (
 from tests.pairs import each_pair
 
 INDEX = Shape(num_heads=6, num_kv_heads=1, head_dim=24, block_size=4)
-LATENT = Shape(num_heads=5, num_kv_heads=1, head_dim=40, block_size=4)
+LATENT = Shape(num_heads=5, num_kv_heads=1, head_dim=48, block_size=4)
 VALUE_DIM = 32
 
 
@@ -35,15 +36,15 @@ def any_threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+    if library() is not None:
+        set_num_threads(1)
 
 
-def choose(batch: Batch, top_k: int) -> torch.Tensor:
+def choose(batch: Batch, top_k: int, compute: Callable[[IndexerInputs], torch.Tensor] = topk_slots) -> torch.Tensor:
     """Return the slots that an indexer with this batch's queries and keys chooses."""
     weights = torch.randn(len(batch.query), batch.query.shape[1], generator=torch.Generator().manual_seed(1))
-    inputs = IndexerInputs(
-        batch.query, weights, batch.key_cache[:, :, 0], batch.metadata, batch.query.shape[2] ** -0.5, top_k
-    )
-    return topk_slots(inputs)
+    keys, scale = batch.key_cache[:, :, 0], batch.query.shape[2] ** -0.5
+    return compute(IndexerInputs(batch.query, weights.to(keys.device), keys, batch.metadata, scale, top_k))
 
 
 def latent_inputs(batch: Batch, slots: torch.Tensor | None) -> AttentionInputs:
@@ -95,13 +96,18 @@ def test_of_equal_scores_the_first_tokens_are_chosen(top_k: int) -> None:
     assert choose(batch, top_k).tolist() == [slots[:top_k]] * 5
 
 
-@each_pair(lengths=BATCHES, top_k=[1, 7, 16, 1000], dtype=[torch.float32, torch.bfloat16, torch.float16])
+@each_pair(
+    lengths=BATCHES,
+    top_k=[1, 7, 16, 1000],
+    dtype=[torch.float32, torch.bfloat16, torch.float16],
+    use_c_kernel=[True, False],
+)
 def test_attention_to_chosen_tokens_matches_the_reference(
-    lengths: list[tuple[int, int]], top_k: int, dtype: torch.dtype
+    lengths: list[tuple[int, int]], top_k: int, dtype: torch.dtype, use_c_kernel: bool
 ) -> None:
     batch = make_batch(lengths, replace(LATENT, dtype=dtype))
     inputs = latent_inputs(batch, choose(make_batch(lengths, INDEX), top_k))
-    assert_matches(CpuBackend().forward(inputs), reference.attention(inputs))
+    assert_matches(CpuBackend(use_c_kernel=use_c_kernel).forward(inputs), reference.attention(inputs))
 
 
 def test_few_tokens_are_all_attended_to() -> None:
@@ -119,8 +125,11 @@ def test_padding_attends_to_nothing() -> None:
         assert not CpuBackend().forward(latent_inputs(change(make_batch(lengths, LATENT)), slots))[[1, 6]].any()
 
 
+@pytest.mark.parametrize("use_c_kernel", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bits_are_the_same_in_any_chunks_and_batch_and_on_any_threads(any_threads: None, dtype: torch.dtype) -> None:
+def test_bits_are_the_same_in_any_chunks_and_batch_and_on_any_threads(
+    any_threads: None, dtype: torch.dtype, use_c_kernel: bool
+) -> None:
     """The queries of a prompt of several times top_k tokens, alone, in chunks, and beside other sequences."""
     lengths = [(60, 60), (1, 33), (9, 40)]
     index, latent = (make_batch(lengths, replace(shape, dtype=dtype)) for shape in (INDEX, LATENT))
@@ -130,10 +139,12 @@ def test_bits_are_the_same_in_any_chunks_and_batch_and_on_any_threads(any_thread
         slots = topk_slots(
             IndexerInputs(indexed.query, weights[rows], indexed.key_cache[:, :, 0], indexed.metadata, 0.2, 8)
         )
-        return CpuBackend().forward(latent_inputs(attending, slots))
+        return CpuBackend(use_c_kernel=use_c_kernel).forward(latent_inputs(attending, slots))
 
     together = attended(index, latent, slice(None))
     torch.set_num_threads(3)
+    if library() is not None:
+        set_num_threads(3)
     first, others = (batch.one_sequence(0) for batch in (index, latent)), index.one_sequence(2).query
     alone = attended(*first, slice(0, 60))
     assert torch.equal(alone, together[:60])
@@ -142,3 +153,90 @@ def test_bits_are_the_same_in_any_chunks_and_batch_and_on_any_threads(any_thread
         assert torch.equal(attended(*last, slice(60 - count, 60)), alone[-count:])
     beside = attended(index.one_sequence(2), latent.one_sequence(2), slice(61, 61 + len(others)))
     assert torch.equal(beside, together[61:])
+
+
+# --- Triton ---------------------------------------------------------------------------------------------------------
+
+
+def choose_in_triton(batch: Batch, top_k: int) -> torch.Tensor:
+    from kernels.attention.triton.indexer import topk_slots_triton
+
+    return choose(batch, top_k, topk_slots_triton)
+
+
+@pytest.mark.parametrize("top_k", [7, 1, 16, 1000])
+@pytest.mark.parametrize("lengths", ["padded mixed", "mixed", "chunks after a prefix", "padding alone"])
+def test_triton_chooses_the_same_tokens(kernel_device: torch.device, lengths: str, top_k: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        batch = make_batch(BATCHES[lengths], replace(INDEX, dtype=dtype), device=kernel_device)
+        expected = choose(batch, top_k, topk_slots_torch)
+        assert torch.equal(choose_in_triton(batch, top_k), expected)
+        others = with_padding_of_length_one(batch)
+        assert torch.equal(choose_in_triton(others, top_k), choose(others, top_k, topk_slots_torch))
+
+
+def test_triton_chooses_in_slices_and_skips_rows_after_the_last_sequence(
+    kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kernels.attention.triton import indexer
+
+    batch = make_batch([(1, 30), (9, 40)], INDEX, device=kernel_device)
+    expected = choose_in_triton(batch, 6)
+    monkeypatch.setattr(indexer, "_SCORES_AT_ONCE", 3 * 40)
+    assert torch.equal(choose_in_triton(batch, 6), expected)
+    longer = replace(batch, query=torch.cat([batch.query, batch.query[:2]]))
+    weights = torch.randn(12, INDEX.num_heads, generator=torch.Generator().manual_seed(1)).to(kernel_device)
+    inputs = IndexerInputs(longer.query, weights, batch.key_cache[:, :, 0], batch.metadata, 0.2, 6)
+    assert (indexer.topk_slots_triton(inputs)[10:] == -1).all()
+
+
+def test_triton_chooses_among_several_tiles_of_scores(
+    kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kernels.attention.triton import indexer
+
+    batch = make_batch([(1, 70), (3, 90)], INDEX, device=kernel_device)
+    batch = replace(batch, key_cache=batch.key_cache.round())  # some scores are equal
+    batch = replace(batch, query=batch.query.round().clamp(-1, 1))
+    monkeypatch.setattr(indexer, "_CHOSEN_AT_ONCE", 16)
+    for top_k in (20, 70):
+        assert torch.equal(choose_in_triton(batch, top_k), choose(batch, top_k, topk_slots_torch))
+
+
+@pytest.mark.parametrize("top_k", [4, 1, 11])
+def test_triton_chooses_the_first_of_equal_scores(kernel_device: torch.device, top_k: int) -> None:
+    batch = make_batch([(5, 40)], INDEX, device=kernel_device)
+    batch = replace(batch, key_cache=-batch.key_cache.abs(), query=batch.query.abs())
+    assert torch.equal(choose_in_triton(batch, top_k), choose(batch, top_k, topk_slots_torch))
+
+
+@pytest.mark.parametrize("top_k", [21, 1, 1000])
+@pytest.mark.parametrize("lengths", ["padded mixed", "mixed", "padding alone"])
+def test_triton_attends_as_the_reference(kernel_device: torch.device, lengths: str, top_k: int) -> None:
+    from kernels.attention.triton.backend import TritonBackend
+
+    for dtype in (torch.float32, torch.bfloat16):
+        batch = make_batch(BATCHES[lengths], replace(LATENT, dtype=dtype), device=kernel_device)
+        slots = choose(make_batch(BATCHES[lengths], INDEX, device=kernel_device), top_k)
+        inputs = latent_inputs(batch, slots)
+        assert_matches(TritonBackend().forward(inputs), reference.attention(inputs))
+
+
+def test_triton_gives_the_same_bits_in_any_chunks_and_batch(kernel_device: torch.device) -> None:
+    from kernels.attention.triton.indexer import topk_slots_triton
+    from kernels.attention.triton.sparse import sparse_attention_triton
+
+    lengths = [(30, 30), (1, 33)]
+    index, latent = (make_batch(lengths, shape, device=kernel_device) for shape in (INDEX, LATENT))
+    weights = torch.randn(len(index.query), INDEX.num_heads, generator=torch.Generator().manual_seed(2))
+
+    def attended(indexed: Batch, attending: Batch, rows: slice) -> torch.Tensor:
+        own = weights[rows].to(kernel_device)
+        keys = indexed.key_cache[:, :, 0]
+        slots = topk_slots_triton(IndexerInputs(indexed.query, own, keys, indexed.metadata, 0.2, 8))
+        return sparse_attention_triton(latent_inputs(attending, slots))
+
+    together = attended(index, latent, slice(None))
+    for count in (1, 7):
+        last = (batch.one_sequence(0).last_queries(count) for batch in (index, latent))
+        assert torch.equal(attended(*last, slice(30 - count, 30)), together[30 - count : 30])

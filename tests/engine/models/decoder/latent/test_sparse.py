@@ -128,7 +128,7 @@ def test_layers_with_an_indexer_cache_its_keys(saved: Callable[[str], Saved]) ->
     latent, key = Latent(32, 16), IndexKey(24)
     for name, expected in (("glm-5", [latent, key] * 3), ("glm-5.2", [latent, key, latent, latent, key])):
         config = ModelConfig.from_hf(load_hf_config(saved(name).path))
-        assert config.attention_options == {"latent", "sparse"}
+        assert config.attention_options == {"sparse"}
         for ranks in (1, 2, 4):
             assert list(config.shard(ranks).layer_caches) == expected
 
