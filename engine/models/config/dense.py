@@ -6,7 +6,7 @@ from typing import Any
 
 from engine.errors import UnsupportedModelError
 from engine.models.config.families import Family
-from engine.models.config.limits import require_integer
+from engine.models.config.limits import read_count, require_integer
 from kernels.layer_ops.base import Activation
 
 __all__ = ["dense_activation", "intermediate_size", "per_layer_width"]
@@ -34,13 +34,13 @@ def per_layer_width(config: Any) -> int:
     Raises:
         UnsupportedModelError: if its vocabulary is another one.
     """
-    width = getattr(config, "hidden_size_per_layer_input", 0) or 0
+    width = read_count(config, "hidden_size_per_layer_input")
     if width and config.vocab_size_per_layer_input != config.vocab_size:
         raise UnsupportedModelError(
             f"vocab_size_per_layer_input={config.vocab_size_per_layer_input} is supported only if it is "
             f"vocab_size={config.vocab_size}; correct config.json"
         )
-    return int(width)
+    return width
 
 
 def dense_activation(config: Any, family: Family) -> Activation:

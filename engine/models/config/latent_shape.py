@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from engine.errors import UnsupportedModelError
+from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.kv.layer_cache import Latent, LayerCache
 from engine.models.config.families import Family
 from engine.models.config.index_shape import IndexShape
@@ -81,7 +81,8 @@ class LatentShape:
             family: the model's.
 
         Raises:
-            ModelLoadError: if a size is not a positive integer, or for an indexer that no model has.
+            ModelLoadError: if a size is not a positive integer, for an odd qk_rope_head_dim, or for an indexer that no
+                model has.
             UnsupportedModelError: if some of the projections from the layer's input have biases.
         """
         query_rank = None if config.q_lora_rank is None else require_integer(config, "q_lora_rank")
@@ -89,23 +90,31 @@ class LatentShape:
             raise UnsupportedModelError(
                 "attention_bias=true with q_lora_rank=null is not supported: no model is published with both"
             )
+        rope_dim = require_integer(config, "qk_rope_head_dim")
+        if rope_dim % 2:
+            raise ModelLoadError(f"qk_rope_head_dim={rope_dim} must be even; correct config.json")
         return cls(
             query_rank=query_rank,
             rank=require_integer(config, "kv_lora_rank"),
             nope_dim=require_integer(config, "qk_nope_head_dim"),
-            rope_dim=require_integer(config, "qk_rope_head_dim"),
+            rope_dim=rope_dim,
             value_dim=require_integer(config, "v_head_dim"),
             query_growth=_query_growth(config) if family.grows_queries else None,
             index=None if family.index_rotation is None else IndexShape.from_hf(config, family.index_rotation),
         )
 
     def attention_scale(self, config: Any) -> float:
-        """Return the factor of queries' products with keys; YaRN's for long contexts enters it squared."""
+        """Return the factor of queries' products with keys; YaRN's for long contexts enters it squared.
+
+        Raises:
+            ModelLoadError: if a number that YaRN's is computed of is not one.
+        """
         parameters, scale = getattr(config, "rope_parameters", None) or {}, float(self.head_dim**-0.5)
-        amount = parameters.get("mscale_all_dim") or 0.0
-        if parameters.get("rope_type", "default") == "default" or not amount or parameters["factor"] <= 1:
+        if parameters.get("rope_type", "default") == "default" or not parameters.get("mscale_all_dim"):
             return scale
-        growth = 0.1 * float(amount) * math.log(float(parameters["factor"])) + 1.0
+        values = SimpleNamespace(**parameters)
+        amount, factor = require_number(values, "mscale_all_dim"), require_number(values, "factor")
+        growth = 0.1 * amount * math.log(factor) + 1.0 if factor > 1 else 1.0
         return scale * growth * growth
 
 

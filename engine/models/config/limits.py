@@ -12,7 +12,7 @@ from typing import Any
 from engine.errors import ModelLoadError, UnsupportedModelError, shown
 from engine.models.gguf.file import is_gguf
 
-__all__ = ["require_divisor", "require_integer", "require_number", "require_plausible", "require_silu"]
+__all__ = ["read_count", "require_divisor", "require_integer", "require_number", "require_plausible", "require_silu"]
 
 _LARGEST = {  # several times those of the largest models
     "num_hidden_layers": 512,
@@ -111,6 +111,7 @@ _FACTORS = (  # of embeddings, scores, logits and the residual stream
     "attention_multiplier",
     "attention_out_multiplier",
     "attn_logit_softcapping",
+    "dim_model_base",
     "embedding_multiplier",
     "final_logit_softcapping",
     "key_multiplier",
@@ -160,6 +161,11 @@ def require_integer(config: Any, name: str, smallest: int = 1) -> int:
     if type(value) is not int or value < smallest:
         raise ModelLoadError(f"{name}={shown(value)} is not an integer from {smallest}; correct config.json")
     return value
+
+
+def read_count(config: Any, name: str) -> int:
+    """Return a field of a transformers config that counts something, 0 if it is absent or null; else ModelLoadError."""
+    return 0 if getattr(config, name, None) is None else require_integer(config, name, smallest=0)
 
 
 def require_number(config: Any, name: str) -> float:

@@ -26,7 +26,7 @@ from engine.models.config.families import ARCHITECTURES, Family, NormPlacement, 
 from engine.models.config.heads import KVHeads, LayerHeads, require_usual_layers, with_usual_heads
 from engine.models.config.json_file import read_json
 from engine.models.config.latent_shape import LatentShape
-from engine.models.config.limits import require_integer
+from engine.models.config.limits import read_count, require_integer
 from engine.models.config.mixers import Mixer, RecurrentShape, layer_types, read_mixers, read_recurrent
 from engine.models.config.rope_config import RopeConfig, check_longrope_length
 from engine.models.config.rounded import rounded
@@ -300,7 +300,7 @@ class ModelConfig(ModelShape):
             recurrent=read_recurrent(config, family) if set(mixers) & {"recurrent", "both"} else None,
             without_feed_forward=frozenset(i for i, kind in enumerate(kinds or ()) if kind not in ("mlp", "moe")),
             latent=latent,
-            num_mtp_layers=int(getattr(config, "num_nextn_predict_layers", 0) or 0) if family.has_mtp_layers else 0,
+            num_mtp_layers=read_count(config, "num_nextn_predict_layers") if family.has_mtp_layers else 0,
             gates_attention=family.gates_attention,
             has_feed_forward_gate=family.has_feed_forward_gate,
             normalizes_values=family.normalizes_values,

@@ -53,10 +53,13 @@ class RopeConfig:
         if not sets:
             return cls(layer_types=(), tables=tables, rotary_dim=None, rotates_neighbours=False, longrope_length=None)
         fraction = _rotated_part(config, sets[0])
-        if family.has_latents and fraction is not None and int(config.head_dim * fraction) == head_dim:
+        if family.has_latents and _part_of_head(config, fraction) == head_dim:
             fraction = None  # of a head's keys: the rotated ones are apart from the others
         if not family.rotates_partially and fraction not in (None, 1.0):
-            raise UnsupportedModelError("partial_rotary_factor is not supported; only RoPE over the whole head is")
+            raise UnsupportedModelError(
+                f"partial_rotary_factor={shown(fraction)} is not supported: RoPE has to rotate {head_dim} elements of "
+                "a head; correct config.json"
+            )
         rotary_dim = head_dim
         if fraction is not None:
             rotary_dim = int(head_dim * fraction) if isinstance(fraction, int | float) else 0
@@ -96,6 +99,12 @@ def _rotated_part(config: Any, parameters: dict[str, Any]) -> Any:
     if parameters.get("rope_type") == "proportional":
         return None
     return parameters.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None))
+
+
+def _part_of_head(config: Any, fraction: Any) -> int | None:
+    """Return how many elements of a head of ``head_dim`` elements this part is; None: no number."""
+    head_dim = getattr(config, "head_dim", None)
+    return int(head_dim * fraction) if type(head_dim) is int and type(fraction) in (int, float) else None
 
 
 def rope_parameters(config: Any, layer_type: str | None) -> dict[str, Any]:

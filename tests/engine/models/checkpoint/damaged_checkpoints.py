@@ -24,6 +24,7 @@ from tests.engine.checkpoints import EXPERT_FAMILIES, FAMILIES, build_model, sav
 from tests.engine.models.adapter import tiny_models
 from tests.engine.models.decoder.dense_families import build_dense_model
 from tests.engine.models.decoder.gemma.gemma_families import GEMMA_FAMILIES, build_gemma_model
+from tests.engine.models.decoder.latent.latent_families import LATENT_FAMILIES, build_latent_model
 from tests.engine.models.decoder.recurrent.recurrent_families import RECURRENT_FAMILIES, build_recurrent_model
 from tests.waiting import until
 
@@ -42,6 +43,8 @@ def build(name: str) -> PreTrainedModel:
         return build_recurrent_model(name)
     if name in GEMMA_FAMILIES:
         return build_gemma_model(name)
+    if name in LATENT_FAMILIES:
+        return build_latent_model(name)
     return build_model(name) if name in FAMILIES | EXPERT_FAMILIES else build_dense_model(name)
 
 

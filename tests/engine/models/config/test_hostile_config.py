@@ -25,7 +25,7 @@ JSON = st.recursive(
 
 
 FAMILIES = ["qwen3", "qwen3_moe", "qwen2_moe", "mixtral", "gemma2", "smollm3", "granite"]
-FAMILIES += ["gemma-4-e4b", "qwen3-next", "nemotron-3-super", "falcon-h1"]
+FAMILIES += ["gemma-4-e4b", "mistral-4", "glm-5.2", "qwen3-next", "nemotron-3-super", "falcon-h1"]
 FAMILIES += ["CohereForCausalLM", "Glm4MoeForCausalLM"]  # which transformers' modules compute
 Workshops = Callable[[str], Workshop]
 

@@ -38,7 +38,7 @@ _EXPERTS: dict[str, Any] = {
     "n_shared_experts": 2,
     "routed_scaling_factor": 2.5,
 }
-_YARN: dict[str, Any] = {
+YARN: dict[str, Any] = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
     "factor": 4.0,
@@ -64,18 +64,18 @@ LATENT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v2": (
         "deepseek_v2",
         _EXPERTS
-        | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "rope_parameters": _YARN}
+        | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "rope_parameters": YARN}
         | {"first_k_dense_replace": 1},
     ),
     "deepseek-v2-lite": ("deepseek_v2", _EXPERTS | {"q_lora_rank": None, "routed_scaling_factor": 1.0}),
-    "deepseek-v3": ("deepseek_v3", _V3 | {"rope_parameters": _YARN}),
+    "deepseek-v3": ("deepseek_v3", _V3 | {"rope_parameters": YARN}),
     "deepseek-v3-halves": ("deepseek_v3", _V3 | {"rope_interleave": False, "norm_topk_prob": False, "topk_group": 4}),
     "kimi-k2": (
         "deepseek_v3",
         _V3 | {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "attention_bias": True, "rms_norm_eps": 1e-5},
     ),
     "glm-4.7-flash": ("glm4_moe_lite", _EXPERTS | {"n_shared_experts": 1, "v_head_dim": 36, "rms_norm_eps": 1e-5}),
-    "deepseek-v3.2": ("deepseek_v32", _V3 | _INDEX | {"rope_parameters": _YARN}),
+    "deepseek-v3.2": ("deepseek_v32", _V3 | _INDEX | {"rope_parameters": YARN}),
     "glm-5": ("glm_moe_dsa", _EXPERTS | _INDEX | {"n_shared_experts": 1, "first_k_dense_replace": 1, "index_topk": 6}),
     "glm-5.2": (
         "glm_moe_dsa",
@@ -89,7 +89,7 @@ LATENT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 32, "tie_word_embeddings": True}
         | {"rope_parameters": _LONGROPE},
     ),
-    "mistral-4": ("mistral4", _MISTRAL | {"rope_parameters": _YARN | {"llama_4_scaling_beta": 0.3}}),
+    "mistral-4": ("mistral4", _MISTRAL | {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.3}}),
     "youtu": ("youtu", {"tie_word_embeddings": True, "q_lora_rank": None}),
 }
 

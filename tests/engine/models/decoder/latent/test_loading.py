@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from engine.errors import ModelLoadError
 from engine.models.config.model_config import ModelConfig, load_hf_config
 from tests.engine.models.decoder.latent.conftest import Saved
-from tests.engine.models.decoder.latent.latent_families import LATENT_FAMILIES
+from tests.engine.models.decoder.latent.latent_families import LATENT_FAMILIES, YARN
 from tests.engine.models.decoder.latent.test_logits import TOLERANCE, largest_error, load
 
 
@@ -69,8 +69,24 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "part of the rotated elements": (
         "glm-4.7-flash",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-        "partial_rotary_factor is not supported",
+        "partial_rotary_factor=0.5 is not supported: RoPE has to rotate 16 elements",
     ),
+    "further layers that are no number": ("deepseek-v3", {"num_nextn_predict_layers": [1]}, r"predict_layers=\[1\] is"),
+    "an odd number of rotated elements": ("deepseek-v3", {"qk_rope_head_dim": 15}, "qk_rope_head_dim=15 must be even"),
+    "a factor of YaRN that is no number": ("deepseek-v3", {"rope_parameters": YARN | {"factor": "4"}}, "factor='4' is"),
+    "an amount of YaRN that is no number": (
+        "deepseek-v2",
+        {"rope_parameters": YARN | {"mscale_all_dim": [1]}},
+        r"mscale_all_dim=\[1\] is not a finite number",
+    ),
+    "a part of heads that is no number": (
+        "mistral-4",
+        {"rope_parameters": YARN | {"partial_rotary_factor": "half"}},
+        "partial_rotary_factor='half' is not supported",
+    ),
+    "heads without a size": ("mistral-4", {"head_dim": None}, "partial_rotary_factor=.* is not supported"),
+    "a negative base of widths": ("minicpm3", {"dim_model_base": -32}, "dim_model_base=-32 is not a number from"),
+    "no base of widths": ("minicpm3", {"dim_model_base": 0}, "dim_model_base=0 is not a number from"),
     "a factor of queries without a length": (
         "mistral-4",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.1}},
@@ -85,6 +101,13 @@ def test_a_config_that_no_such_model_has_is_refused(saved: Callable[[str], Saved
     path = copy_with(saved(name), tmp_path, **fields)
     with pytest.raises(ModelLoadError, match=message):
         ModelConfig.from_hf(load_hf_config(path))
+
+
+def test_frequencies_of_other_heads_are_not_taken(saved: Callable[[str], Saved], tmp_path: Path) -> None:
+    """YaRN's are computed of head_dim, which need not be the number of elements that are rotated."""
+    path = copy_with(saved("deepseek-v3"), tmp_path, head_dim=24)
+    with pytest.raises(ModelLoadError, match="12 frequencies for 16 elements that are rotated.*; correct them"):
+        load(str(path))
 
 
 DENSE = [name for name, (_, options) in LATENT_FAMILIES.items() if "index_topk" not in options]
