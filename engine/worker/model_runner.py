@@ -203,13 +203,13 @@ class ModelRunner:
             )
         if self.pools.num_host_blocks:
             in_gib = sum(pool.num_host_bytes for pool in cache.pools) * ranks / 2**30
-            pages, slots = sum(self.pools.num_host_window_pages), self.pools.num_host_slots
+            num_pages = sum(self.pools.num_host_window_pages)
             logger.info(
                 "Host memory for preempted requests and evicted prefixes: %d blocks, %d pages of windows and %d states "
                 "in %.2f GiB",
                 self.pools.num_host_blocks,
-                pages,
-                slots,
+                num_pages,
+                self.pools.num_host_slots,
                 in_gib,
             )
         if not cache.blocks.parts:
