@@ -73,7 +73,7 @@ class AttentionInputs:
     @property
     def has_latents(self) -> bool:
         """Whether a value is the beginning of its key."""
-        return self.value_cache.data_ptr() == self.key_cache.data_ptr()
+        return self.value_dim < self.head_dim and self.value_cache.data_ptr() == self.key_cache.data_ptr()
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,7 @@ LARGEST_HEAD_DIM = 256  # that every backend computes
 
 HALF = ("bfloat16", "float16")
 ANY = ("float32", *HALF)
-_LATENT = ("latent", "sparse")
-_ALL = ("softcap", "sinks", "batch_invariant", "large_heads")
+_ALL = ("softcap", "sinks", "latent", "batch_invariant", "large_heads")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,7 @@ class BackendEntry:
 
 
 BACKENDS: dict[str, BackendEntry] = {  # "auto" takes the first that can run, so the fastest of a device comes first
-    "cpu":          BackendEntry("cpu_backend",        "CpuBackend",        ("cpu",),  ANY,  options=(*_ALL, *_LATENT)),
+    "cpu":          BackendEntry("cpu_backend",        "CpuBackend",        ("cpu",),  ANY,  options=(*_ALL, "sparse")),
     "flash_attn_3": BackendEntry("flash.flash_attn_3", "FlashAttn3Backend", ("cuda",), HALF, options=("softcap",)),
     "flash_attn":   BackendEntry("flash.flash_attn",   "FlashAttnBackend",  ("cuda",), HALF, options=("softcap",)),
     "triton":       BackendEntry("triton.backend",     "TritonBackend",     ("cuda",), ANY,  options=(*_ALL, "sparse")),

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from engine.models.decoder.latent_attention import LatentNorm
 from engine.worker.warm_up_steps import one_sequence
 from kernels.attention.base import AttentionInputs, StepLimits
 from kernels.attention.indexer import IndexerInputs
@@ -21,6 +22,8 @@ from kernels.attention.triton.backend import TritonBackend
 from kernels.attention.triton.indexer import topk_slots_triton
 from kernels.attention_metadata import AttentionMetadata
 from kernels.cache.triton.store_kvcache import store_kvcache_triton
+from kernels.layer_ops.base import LatentCache, Rotation
+from kernels.layer_ops.triton.ops import TritonOps
 from kernels.linear.triton import linear_triton
 from tests.kernels.layer_ops_launches import MODELS, run_layer_ops
 from tests.kernels.recurrent_launches import RECURRENT_MODELS, run_recurrent
@@ -67,6 +70,25 @@ def run_attention(
         store_kvcache_triton(key, key, cache, cache, metadata.slot_mapping)
 
 
+def run_latents(*, dtype: torch.dtype, shape: tuple[int, int, int], block_size: int) -> None:
+    """Launch what a warm-up launches in a layer with latents: attention, and the completion of queries."""
+    rank, rope_dim, num_heads = shape
+    backend, width = TritonBackend(), rank + rope_dim
+    cache = torch.zeros(1, block_size, width, dtype=dtype)
+    norm = LatentNorm(rank, 1e-6).to(dtype)
+    limits = StepLimits(dtype, CPU, frozenset([None]), 2048, 40960)
+    for query_len, seq_len in backend.warm_up_batches(limits):
+        metadata = one_sequence(query_len, seq_len, block_size=block_size, device=CPU).metadata
+        query = torch.zeros(query_len, num_heads, width, dtype=dtype)
+        keys = cache.unsqueeze(2)
+        backend.forward(AttentionInputs(query, keys, keys[..., :rank], metadata, width**-0.5))
+        positions = torch.zeros(query_len, dtype=torch.int64)
+        for rotation in (None, Rotation(torch.zeros(1, 2, rope_dim // 2), positions, dtype)):
+            TritonOps().rotate_and_store_latents(
+                query, query[..., rank:], query[:, 0], norm, rotation, LatentCache(cache, metadata.slot_mapping)
+            )
+
+
 def _run_linear(*, dtype: torch.dtype, num_inputs: int, num_outputs: int, has_bias: bool) -> None:
     weight = torch.zeros(num_outputs, num_inputs, dtype=dtype)
     linear_triton(torch.zeros(70, num_inputs, dtype=dtype), weight, weight[:, 0].contiguous() if has_bias else None)
@@ -111,6 +133,10 @@ VARIANTS = {
     "sparse": _Kernels(
         _run_sparse,
         {"dtype": DTYPES, "num_heads": (8, 64), "num_index_heads": (32, 64), "block_size": (16, 256)},
+    ),
+    "latents": _Kernels(
+        run_latents,
+        {"shape": ((512, 64, 16), (512, 64, 20), (256, 32, 5)), "dtype": DTYPES, "block_size": (16, 256)},
     ),
     "layers": _Kernels(_run_layers, {"model": tuple(MODELS), "dtype": DTYPES}),
     "recurrent": _Kernels(_run_recurrent, {"model": tuple(RECURRENT_MODELS), "dtype": DTYPES}),

@@ -23,6 +23,7 @@ from kernels.cache.triton import store_kvcache as store_kvcache_triton
 from kernels.experts.triton import experts as experts_triton
 from kernels.experts.triton import routing as experts_routing_triton
 from kernels.layer_ops.triton import kernels as layer_kernels
+from kernels.layer_ops.triton import latents as latent_kernels
 from kernels.linear import triton as linear_triton
 from kernels.recurrent.triton import conv as conv_kernels
 from kernels.recurrent.triton import delta_rule as delta_rule_kernels
@@ -38,7 +39,7 @@ _MODULES: tuple[ModuleType, ...] = (
     *(store_kvcache_triton, pending_tokens_triton),
     *(experts_routing_triton, experts_triton, linear_triton),
     *(conv_kernels, delta_rule_kernels, scan_kernels),
-    *(layer_kernels, filter_kernels, sampling_kernels, truncation_kernels),
+    *(layer_kernels, latent_kernels, filter_kernels, sampling_kernels, truncation_kernels),
 )
 KERNELS: tuple[Any, ...] = tuple(
     kernel for module in _MODULES for name, kernel in vars(module).items() if name.endswith("_kernel")

@@ -108,6 +108,14 @@ def test_attention_of_every_shape_and_option_compiles_for_gpus(tmp_path: Path, c
         assert min(compiled[name] for name in ("prefill_kernel", "split_decode_kernel")) >= 4  # a head_dim each
 
 
+@pytest.mark.exhaustive("minutes of compilation: a key of 576 elements is long")
+@pytest.mark.timeout(1800)
+def test_latent_attention_compiles_for_gpus(tmp_path: Path, capabilities: list[int]) -> None:
+    part = ["few"] if len(capabilities) == 1 else []
+    for compiled in _compile(tmp_path, capabilities, "variants", *part, "latents"):
+        assert set(compiled) == {*ATTENTION, "rotate_and_store_latents_kernel"}
+
+
 def test_every_kernel_that_samples_compiles_for_gpus(tmp_path: Path, capabilities: list[int]) -> None:
     choices = {"best_of_tokens_kernel", "best_of_parts_kernel", "group_maxima_kernel", "truncated_draw_kernel"}
     for compiled in _compile(tmp_path, capabilities, "sampling", *VOCAB_SIZES[-2 if len(capabilities) == 1 else 0 :]):

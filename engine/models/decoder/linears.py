@@ -51,6 +51,10 @@ def choose_linear_method(
         raise _not_invariant(
             f"is not possible with tensor_parallel_size={num_ranks} on GPUs, whose sums depend on their size"
         )
+    if batch_invariant and device.type != "cpu" and config.latent is not None:
+        raise _not_invariant(
+            "is not possible for latent attention on GPUs, whose products of heads depend on the batch"
+        )
     try:
         return select_linear_method(device, dtype, quantization, options, may_pack=may_pack)
     except ValueError as error:

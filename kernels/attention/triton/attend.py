@@ -8,6 +8,9 @@ that share a KV head are packed into the rows of one tile, so that a key is load
     row of a tile     0    1    2    3    4    5   ...       (GROUP_SIZE 2)
     query, head       0,0  0,1  1,0  1,1  2,0  2,1 ...
 
+A latent is a key whose beginning is its value too. It is loaded once, with the rest of the key apart; the tiles of
+query heads that share it are counted as KV heads, all of which begin where the slot does.
+
 Memory that a masked lane points at is never read: a block of -1, a slot after the context, a padded head dimension.
 """
 
@@ -63,6 +66,7 @@ def add_sink(row_sum, row_max, sink):
 @triton.jit
 def attend_to_range(
     query,  # [ROWS, DIM_PADDED]
+    rope_query,  # [ROWS, ROPE_PADDED], of latents what multiplies the rest of a key; or None
     query_position,  # [ROWS]
     first_key,
     end_key,
@@ -76,6 +80,8 @@ def attend_to_range(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    ROPE_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -95,6 +101,12 @@ def attend_to_range(
         mask = (block >= 0)[:, None] & (dim[None, :] < HEAD_DIM)
         keys = tl.load(key_head + offset, mask=mask, other=0.0)
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
+        if rope_query is not None:
+            rope_dim = tl.arange(0, ROPE_PADDED)
+            rope_mask = (block >= 0)[:, None] & (rope_dim[None, :] < ROPE_DIM)
+            rope_offset = slot[:, None] * slot_stride + HEAD_DIM + rope_dim[None, :]
+            rope_keys = tl.load(key_head + rope_offset, mask=rope_mask, other=0.0)
+            scores = tl.dot(rope_query, tl.trans(rope_keys), scores, input_precision="ieee")
         scores = scores * (scale * _LOG2_E) if softcap is None else _capped(scores * scale, softcap) * _LOG2_E
         distance = query_position[:, None] - position[None, :]
         # A stored query sees no key from end_key on, nor a block that its window has freed. To check the blocks here
@@ -108,7 +120,9 @@ def attend_to_range(
         finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has seen no key yet
         weights = tl.exp2(scores - finite_max[:, None])
         rescale = tl.exp2(row_max - finite_max)
-        values = tl.load(value_head + offset, mask=mask, other=0.0)
+        values = keys
+        if rope_query is None:
+            values = tl.load(value_head + offset, mask=mask, other=0.0)
         row_sum = row_sum * rescale + tl.sum(weights, axis=1)
         output = output * rescale[:, None]
         output += tl.dot(weights.to(values.dtype), values, input_precision="ieee")

@@ -16,7 +16,7 @@ from triton import knobs
 from kernels.attention.base import AttentionBackend, AttentionInputs, StepLimits
 from kernels.attention.step_cache import StepCache
 from kernels.attention.triton.decode import plan_splits_kernel, reduce_splits_kernel, split_decode_kernel
-from kernels.attention.triton.layer_shape import KEYS_PER_SPLIT, MAX_SPLITS, LayerShape, most_splits
+from kernels.attention.triton.layer_shape import KEYS_PER_SPLIT, MAX_SPLITS, LayerShape, heads_per_tile, most_splits
 from kernels.attention.triton.prefill import prefill_kernel
 from kernels.attention.triton.sparse import sparse_attention_triton
 from kernels.attention_metadata import AttentionMetadata
@@ -26,8 +26,9 @@ __all__ = ["TritonBackend"]
 _PREFILL_STAGES = 2  # the software pipeline's depth
 _DECODE_WARPS = 4
 _DECODE_STAGES = 5  # the least at which keys and values are loaded while the last ones are used
-# By bytes of an element. Else ptxas spills a register of some variants to fit more programs than shared memory does.
-_PTX_OPTIONS = {2: None, 4: "--register-usage-level 0"}
+# Of elements of 32 bits, and of latents. Else ptxas spills a register of some variants to fit more programs than shared
+# memory does.
+_MANY_REGISTERS = "--register-usage-level 0"
 _PLAN_LANES = 64  # sequences whose splits are listed at once
 _PROGRAMS_PER_MULTIPROCESSOR = 2
 _MULTIPROCESSORS_INTERPRETED = 16  # what the interpreter pretends to have
@@ -69,11 +70,11 @@ class TritonBackend(AttentionBackend):
         if inputs.topk_slots is not None:
             return sparse_attention_triton(inputs)
         assert inputs.key_cache.is_contiguous()
-        assert inputs.value_cache.is_contiguous()
+        assert inputs.has_latents or inputs.value_cache.is_contiguous()
         assert inputs.sinks is None or inputs.sinks.is_contiguous()
         if inputs.query.stride(-1) != 1:
             inputs = replace(inputs, query=inputs.query.contiguous())
-        output = inputs.query.new_empty(inputs.query.shape)
+        output = inputs.query.new_empty(*inputs.query.shape[:2], inputs.value_dim)
         metadata, layer = inputs.metadata, _layer_shape(inputs)
         if metadata.num_decodes:
             plan = self._plans.get(metadata, layer.sliding_window, lambda: _plan_splits(metadata, layer))
@@ -89,6 +90,16 @@ class TritonBackend(AttentionBackend):
 
 
 def _layer_shape(inputs: AttentionInputs) -> LayerShape:
+    if inputs.has_latents:
+        heads = heads_per_tile(inputs.num_heads)
+        return LayerShape(
+            group_size=heads,
+            num_kv_heads=inputs.num_heads // heads,
+            head_dim=inputs.value_dim,
+            element_size=inputs.query.element_size(),
+            sliding_window=inputs.sliding_window,
+            rope_dim=inputs.head_dim - inputs.value_dim,
+        )
     return LayerShape(
         group_size=inputs.group_size,
         num_kv_heads=inputs.num_kv_heads,
@@ -115,7 +126,15 @@ def _tile_constants(inputs: AttentionInputs, layer: LayerShape) -> dict[str, int
         "BLOCK_SIZE": inputs.block_size,
         "HEAD_DIM": layer.head_dim,
         "DIM_PADDED": layer.dim_padded,
+        "ROPE_DIM": layer.rope_dim,
+        "ROPE_PADDED": layer.rope_padded,
     }
+
+
+def _cache_strides(inputs: AttentionInputs) -> tuple[int, int]:
+    """Return the elements from a slot to the next one, and from a KV head: tiles of heads share a latent."""
+    slot_stride, head_stride = inputs.key_cache.stride()[1:3]
+    return slot_stride, 0 if inputs.has_latents else head_stride
 
 
 @cache
@@ -169,7 +188,7 @@ def _launch_decodes(output: torch.Tensor, inputs: AttentionInputs, layer: LayerS
         metadata.num_decodes,
         *query.stride()[:2],
         *output.stride()[:2],
-        *key_cache.stride()[1:3],
+        *_cache_strides(inputs),
         metadata.block_tables.stride(0),
         **_tile_constants(inputs, layer),
         **_split_constants(layer),
@@ -177,7 +196,7 @@ def _launch_decodes(output: torch.Tensor, inputs: AttentionInputs, layer: LayerS
         num_warps=_DECODE_WARPS,
         num_stages=_DECODE_STAGES,
         enable_fp_fusion=True,
-        ptx_options=_PTX_OPTIONS[layer.element_size],
+        ptx_options=_MANY_REGISTERS if layer.element_size == 4 or layer.rope_dim else None,
     )
     if num_stored:
         reduce_splits_kernel[(metadata.num_decodes, inputs.num_heads)](
@@ -217,7 +236,7 @@ def _launch_prefills(output: torch.Tensor, inputs: AttentionInputs, layer: Layer
         num_seqs,
         *query.stride()[:2],
         *output.stride()[:2],
-        *key_cache.stride()[1:3],
+        *_cache_strides(inputs),
         metadata.block_tables.stride(0),
         **_tile_constants(inputs, layer),
         WINDOW=layer.sliding_window or 0,
@@ -226,5 +245,5 @@ def _launch_prefills(output: torch.Tensor, inputs: AttentionInputs, layer: Layer
         num_warps=layer.prefill_warps,
         num_stages=_PREFILL_STAGES,
         enable_fp_fusion=True,
-        ptx_options=_PTX_OPTIONS[layer.element_size],
+        ptx_options=_MANY_REGISTERS if layer.element_size == 4 or layer.rope_dim else None,
     )

@@ -103,6 +103,8 @@ def split_decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
+    ROPE_DIM: tl.constexpr,  # of latents; 0: there are keys and values
+    ROPE_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     KEYS_PER_SPLIT: tl.constexpr,
@@ -123,12 +125,19 @@ def split_decode_kernel(
         head, is_head, mask = _own_heads(first_item, kv_head, GROUP_SIZE, HEAD_DIM, DIM_PADDED, ROWS)
         query_offset = token * query_token_stride + (head * query_head_stride)[:, None] + dim[None, :]
         queries = tl.load(query + query_offset, mask=mask, other=0.0)
+        rope_queries = None
+        if ROPE_DIM > 0:
+            rope_dim = tl.arange(0, ROPE_PADDED)
+            rope_query = query + token * query_token_stride + HEAD_DIM + (head * query_head_stride)[:, None]
+            rope_mask = is_head[:, None] & (rope_dim[None, :] < ROPE_DIM)
+            rope_queries = tl.load(rope_query + rope_dim[None, :], mask=rope_mask, other=0.0)
 
         first_key = first_key_of_window(seq_len - 1, WINDOW, TILE)
         num_keys = _keys_per_split(seq_len - first_key, TILE, KEYS_PER_SPLIT, MAX_SPLITS)
         first_key += (item - first) * num_keys
         attended, row_max, row_sum = attend_to_range(
             queries,
+            rope_queries,
             tl.zeros([ROWS], dtype=tl.int32) + seq_len - 1,
             first_key,
             tl.minimum(first_key + num_keys, seq_len),
@@ -142,6 +151,8 @@ def split_decode_kernel(
             BLOCK_SIZE,
             HEAD_DIM,
             DIM_PADDED,
+            ROPE_DIM,
+            ROPE_PADDED,
             ROWS,
             TILE,
         )

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["KEYS_PER_SPLIT", "MAX_SPLITS", "LayerShape", "most_splits"]
+__all__ = ["KEYS_PER_SPLIT", "MAX_SPLITS", "LayerShape", "heads_per_tile", "most_splits"]
 
 KEYS_PER_SPLIT = 256  # of a decode's context, at least: below this the reduction costs more than a program saves
 MAX_SPLITS = 16  # of a context: with 8 KV heads, one long context fills a GPU of 128 multiprocessors
 
 _MIN_DOT = 16  # tl.dot takes no smaller dimension
 _MAX_ROWS = 128
+_MOST_HEADS = 16  # of a tile that shares a latent: their sums and the latents of a tile are in registers
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,8 @@ class LayerShape:
         group_size: query heads that share a KV head.
         element_size: bytes of an element of queries and keys.
         sliding_window: tokens; None: no window.
+        rope_dim: of latents, elements of a key after those that are its value, which are ``head_dim``; 0: no layer has
+            latents. With latents ``group_size`` query heads are a tile, and ``num_kv_heads`` counts these tiles.
     """
 
     group_size: int
@@ -32,6 +35,12 @@ class LayerShape:
     head_dim: int
     element_size: int
     sliding_window: int | None
+    rope_dim: int = 0
+
+    @property
+    def rope_padded(self) -> int:
+        """The rest of a latent's key, padded to a dimension that tl.dot takes."""
+        return max(_MIN_DOT, _next_power_of_2(self.rope_dim)) if self.rope_dim else 0
 
     @property
     def dim_padded(self) -> int:
@@ -51,8 +60,12 @@ class LayerShape:
     @property
     def prefill_rows(self) -> int:
         """Rows of a tile with several queries."""
-        # Products of float32, without tensor cores, need the most registers.
-        largest = 32 if self.element_size == 4 else _MAX_ROWS if self.dim_padded <= 128 else 64
+        is_odd_group = self.group_size & (self.group_size - 1) > 0
+        if self.rope_dim and self.dim_padded > 256 and is_odd_group:
+            return self.decode_rows  # with more, ptxas spills a register for sm_100
+        # Products of float32, without tensor cores, need the most registers, and so do long latents.
+        needs_most = self.element_size == 4 or (self.rope_dim > 0 and self.dim_padded > 256)
+        largest = 32 if needs_most else _MAX_ROWS if self.dim_padded <= 128 else 64
         return max(self.decode_rows, largest)
 
     @property
@@ -60,6 +73,11 @@ class LayerShape:
         """Warps of a program with several queries: 8 where 4 would spill registers, as `compile_for_gpu` shows."""
         needs_more = self.prefill_rows >= _MAX_ROWS or self.element_size == 4 or self.dim_padded > 128
         return 8 if needs_more else 4
+
+
+def heads_per_tile(num_heads: int) -> int:
+    """Return how many query heads share the loads of latents: a divisor of ``num_heads``."""
+    return max(heads for heads in range(1, _MOST_HEADS + 1) if num_heads % heads == 0)
 
 
 def most_splits(layer: LayerShape, max_seq_len: int) -> int:

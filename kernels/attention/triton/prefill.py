@@ -61,6 +61,8 @@ def prefill_kernel(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
+    ROPE_DIM: tl.constexpr,  # of latents; 0: there are keys and values
+    ROPE_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -87,12 +89,20 @@ def prefill_kernel(
         own_query = query + token * query_token_stride + first_head * query_head_stride
         row_offset = row // GROUP_SIZE * query_token_stride + row % GROUP_SIZE * query_head_stride
         queries = tl.load(own_query + row_offset[:, None] + dim[None, :], mask=mask, other=0.0)
+        rope_queries = None
+        if ROPE_DIM > 0:
+            rope_dim = tl.arange(0, ROPE_PADDED)
+            is_row = (row < QUERIES_PER_TILE * GROUP_SIZE) & (query_index < query_len)
+            rope_mask = is_row[:, None] & (rope_dim[None, :] < ROPE_DIM)
+            rope_query = own_query + HEAD_DIM + row_offset[:, None] + rope_dim[None, :]
+            rope_queries = tl.load(rope_query, mask=rope_mask, other=0.0)
 
         context_len = seq_len - query_len  # before this step
         first_key = first_key_of_window(context_len + first_query, WINDOW, TILE)
         end_key = tl.minimum(context_len + first_query + QUERIES_PER_TILE, seq_len)
         attended, row_max, row_sum = attend_to_range(
             queries,
+            rope_queries,
             context_len + query_index,
             first_key,
             end_key,
@@ -106,6 +116,8 @@ def prefill_kernel(
             BLOCK_SIZE,
             HEAD_DIM,
             DIM_PADDED,
+            ROPE_DIM,
+            ROPE_PADDED,
             ROWS,
             TILE,
         )

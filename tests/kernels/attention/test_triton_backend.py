@@ -18,6 +18,7 @@ from tests.kernels.attention.paged_batches import (
     Shape,
     assert_matches,
     make_batch,
+    with_latents,
     with_padding_of_length_one,
     without_blocks_before,
 )
@@ -183,6 +184,30 @@ def test_padding_that_claims_one_token_yields_zeros(
     output = batch.run(backend)
     assert_matches(output, batch.expected())
     assert not output[batch.metadata.slot_mapping < 0].any()
+
+
+LATENTS = {  # elements of a key and of a value, query heads, tokens of a block
+    "DeepSeek V3": (576, 512, 32, 16),
+    "GLM-4.7-Flash": (576, 512, 20, 16),
+    "MiniCPM 3, odd blocks": (288, 256, 5, 64),
+    "odd ranks": (52, 40, 7, 4),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", LATENTS.values(), ids=LATENTS.keys())
+def test_latents(
+    backend: TritonBackend, kernel_device: torch.device, shape: tuple[int, int, int, int], dtype: torch.dtype
+) -> None:
+    """Values that are the beginnings of keys: decodes of one split and of several, padding, and chunks of prompts."""
+    head_dim, value_dim, num_heads, block_size = shape
+    lengths = [(1, 300), (1, 20), PADDING, (9, 70)]
+    batch = make_batch(lengths, Shape(num_heads, 1, head_dim, block_size, dtype), device=kernel_device)
+    batch = with_latents(batch, value_dim)
+    output = batch.run(backend)
+    assert_matches(output, batch.expected())
+    for index, own in ((0, slice(0, 1)), (3, slice(3, 12))):
+        assert torch.equal(batch.one_sequence(index).run(backend), output[own]), "the batch changes bits"
 
 
 @pytest.mark.parametrize("sliding_window", [1, 7, 16])

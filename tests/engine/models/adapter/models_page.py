@@ -71,17 +71,18 @@ Of models with latent attention (MLA) the cache keeps one vector for each token,
 Attention multiplies queries with these vectors ("absorbed") in prompts and answers alike, so that a token's bits do not
 depend on how its prompt was cut. Logits, tokens, beams, swapped requests and ranks are compared as above
 (`tests/engine/models/decoder/latent/`). Ranks divide the heads; each keeps the vectors of all tokens. These
-models, Kimi Linear among them, run on a CPU only, but for those below; those below as torch's operators around
-attention in C, so int8 and bit-identical answers in any batch are not for them.
+models, Kimi Linear among them, run on CPUs in C, and on GPUs with our Triton attention kernels: flash-attn does not
+compute heads of this size, and `batch_invariant` is refused there. The Triton kernels ran in Triton's interpreter only.
 
 Of models with sparse latent attention (DSA: DeepSeek V3.2, GLM-5) a layer's indexer scores the tokens of the context,
 and attention reads the `index_topk` best ones; of equal scores those of earlier tokens. The indexer's keys are one more
 vector for each token in the blocks of the cache; in GLM-5.2 only the layers that `indexer_types` calls full have one,
 and the others read what the last such layer chose. The choice is computed in float32, as transformers computes it, and
 each rank has the whole indexer. The Hadamard rotation and the FP8 of published kernels, which round scores, are not
-computed. On a CPU each token is computed by itself: exact, and slow for long prompts. On a GPU scores, choice and
-attention are Triton kernels, also of prompts whose tokens all count. They are tested in Triton's interpreter and
-compiled for GPUs; none has run them.
+computed. On CPUs these models run as torch's operators around attention in C, each token by itself: exact, and slow for
+long prompts; int8 and bit-identical answers in any batch are not for them. On a GPU scores, choice and attention are
+Triton kernels, also of prompts whose tokens all count. They are tested in Triton's interpreter and compiled for GPUs;
+none has run them.
 
 Of models with recurrent layers the logits of every token are compared with those of transformers, within 1e-5 of the
 largest, in packed steps of chunks and decodes, and tokens and beams with those of `generate`, with preempted requests
