@@ -23,6 +23,9 @@ def largest_step(
 ) -> ModelInput:
     """Return a batch of ``max_num_batched_tokens`` prompt tokens, with as many logits as a step can ask for.
 
+    Its memory is laid out for contexts of ``max_model_len``, as that of chunks of the longest prompt: an indexer has a
+    score for each of their tokens.
+
     Args:
         num_prompt_logits: the largest number of prompt tokens whose logits are computed at once.
     """
@@ -35,6 +38,7 @@ def largest_step(
         [(count, count) for count in lengths],
         block_size,
         device,
+        max_seq_len=max_model_len,
         num_logits=num_logits,
         num_prompt_logits=min(num_prompt_logits, num_tokens),
     )
@@ -50,11 +54,13 @@ def _model_input(
     block_size: int,
     device: torch.device,
     *,
+    max_seq_len: int | None = None,
     num_logits: int = 0,
     num_prompt_logits: int = 0,
 ) -> ModelInput:
-    """Return a batch of sequences given as (query_len, seq_len)."""
+    """Return a batch of sequences given as (query_len, seq_len); None as ``max_seq_len``: that of the longest one."""
     query_lens, seq_lens = [query_len for query_len, _ in lengths], [seq_len for _, seq_len in lengths]
+    max_seq_len = max_seq_len or max(seq_lens)
     positions = torch.cat([torch.arange(end - count, end, device=device) for count, end in lengths])
 
     def tensor(values: list[int]) -> torch.Tensor:
@@ -67,10 +73,10 @@ def _model_input(
             slot_mapping=positions % block_size,
             cu_seqlens_q=tensor([0, *accumulate(query_lens)]),
             seq_lens=tensor(seq_lens),
-            block_tables=tensor([0] * -(-max(seq_lens) // block_size)).repeat(len(lengths), 1),
+            block_tables=tensor([0] * -(-max_seq_len // block_size)).repeat(len(lengths), 1),
             num_decodes=leading_decodes(query_lens),
             max_query_len=max(query_lens),
-            max_seq_len=max(seq_lens),
+            max_seq_len=max_seq_len,
         ),
         logit_indices=torch.arange(num_logits, device=device),
         prompt_logit_indices=torch.arange(num_prompt_logits, device=device),

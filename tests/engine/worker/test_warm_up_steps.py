@@ -27,3 +27,11 @@ def test_the_largest_step_is_whole_prompts_and_a_rest() -> None:
     assert step.metadata.block_tables.tolist() == [[0, 0]] * 3
     assert (step.metadata.num_decodes, step.metadata.max_query_len, step.metadata.max_seq_len) == (0, 20, 20)
     assert (len(step.logit_indices), len(step.prompt_logit_indices)) == (7, 50)
+
+
+def test_the_largest_step_has_memory_for_the_longest_contexts() -> None:
+    config = EngineConfig(model="m", max_num_batched_tokens=50)
+    metadata = largest_step(config, max_model_len=100, block_size=16, num_prompt_logits=64, device=CPU).metadata
+    assert metadata.seq_lens.tolist() == [50]
+    assert metadata.block_tables.tolist() == [[0] * 7]
+    assert (metadata.max_query_len, metadata.max_seq_len) == (50, 100)
