@@ -9,6 +9,15 @@ INLINE int nibble_at(const uint8_t *octets, int64_t index, bool is_high_first) {
     return (index % 2 != 0) == is_high_first ? octets[index / 2] & 15 : octets[index / 2] >> 4;
 }
 
+#if defined(__AVX2__) && defined(__FMA__)
+/* The low bytes of a table's numbers, and the high ones. */
+INLINE __m256i table_octets(u16x16 table) {
+    __m256i both = _mm256_packus_epi16(_mm256_and_si256((__m256i)table, _mm256_set1_epi16(255)),
+                                       _mm256_srli_epi16((__m256i)table, 8));
+    return _mm256_permute4x64_epi64(both, 0xd8);
+}
+#endif
+
 /* The numbers of the 16 codes of 8 bytes. */
 INLINE void look_up_nibbles(bf16 *to, const uint8_t *octets, u16x16 table, bool is_high_first) {
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
@@ -18,9 +27,7 @@ INLINE void look_up_nibbles(bf16 *to, const uint8_t *octets, u16x16 table, bool 
                                     _mm256_sllv_epi32(wide, _mm256_set1_epi32(is_high_first ? 16 : 12)));
     _mm256_storeu_si256((void *)to, _mm256_permutexvar_epi16(index, (__m256i)table));
 #elif defined(__AVX2__) && defined(__FMA__)
-    __m256i both = _mm256_packus_epi16(_mm256_and_si256((__m256i)table, _mm256_set1_epi16(255)),
-                                       _mm256_srli_epi16((__m256i)table, 8));
-    both = _mm256_permute4x64_epi64(both, 0xd8); /* the table's low bytes, and its high ones */
+    __m256i both = table_octets(table);
     __m128i packed = _mm_loadl_epi64((const void *)octets), mask = _mm_set1_epi8(15);
     __m128i low = _mm_and_si128(packed, mask), high = _mm_and_si128(_mm_srli_epi16(packed, 4), mask);
     __m128i codes = is_high_first ? _mm_unpacklo_epi8(high, low) : _mm_unpacklo_epi8(low, high);
@@ -30,6 +37,28 @@ INLINE void look_up_nibbles(bf16 *to, const uint8_t *octets, u16x16 table, bool 
     _mm_storeu_si128((void *)(to + 8), _mm_unpackhi_epi8(low, high));
 #else
     for (int i = 0; i < LANES; i++) to[i] = table[nibble_at(octets, i, is_high_first)];
+#endif
+}
+
+/* The numbers of the low nibbles of 16 bytes, then those of the high ones. */
+INLINE void look_up_halves(bf16 *to, const uint8_t *octets, u16x16 table) {
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+    /* Of an index only the low four bits count. */
+    __m256i index = _mm256_cvtepu8_epi16(_mm_loadu_si128((const void *)octets));
+    _mm256_storeu_si256((void *)to, _mm256_permutexvar_epi16(index, (__m256i)table));
+    _mm256_storeu_si256((void *)(to + 16), _mm256_permutexvar_epi16(_mm256_srli_epi16(index, 4), (__m256i)table));
+#elif defined(__AVX2__) && defined(__FMA__)
+    __m256i both = table_octets(table);
+    __m128i packed = _mm_loadu_si128((const void *)octets), mask = _mm_set1_epi8(15);
+    for (int i = 0; i < 2; i++) {
+        __m128i codes = _mm_and_si128(i ? _mm_srli_epi16(packed, 4) : packed, mask);
+        __m128i low = _mm_shuffle_epi8(_mm256_castsi256_si128(both), codes);
+        __m128i high = _mm_shuffle_epi8(_mm256_extracti128_si256(both, 1), codes);
+        _mm_storeu_si128((void *)(to + LANES * i), _mm_unpacklo_epi8(low, high));
+        _mm_storeu_si128((void *)(to + LANES * i + 8), _mm_unpackhi_epi8(low, high));
+    }
+#else
+    for (int i = 0; i < LANES; i++) to[i] = table[octets[i] & 15], to[LANES + i] = table[octets[i] >> 4];
 #endif
 }
 

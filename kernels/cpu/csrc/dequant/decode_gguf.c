@@ -2,6 +2,7 @@
  * the order of operations are ggml's: kernels/dequant/gguf.py describes them. */
 #include "dequant/decode_gguf.h"
 
+#include "dequant/code_tables.h"
 #include "dequant/store_rounded.h"
 
 enum { BLOCK = 256 }; /* most elements of a block */
@@ -14,11 +15,16 @@ typedef struct {
 
 typedef void unpacker(unpacked *to, const uint8_t *block);
 
+static const int8_t FROM_MINUS_8[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+static const int8_t FROM_0[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 static const int8_t IQ4[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 static const int8_t E2M1_DOUBLED[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 /* The float16 at an address. */
 INLINE float half_at(const uint8_t *from) {
+#if defined(__F16C__) && defined(__FMA__)
+    return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(from[0] | from[1] << 8)));
+#else
     uint32_t half = from[0] | (uint32_t)from[1] << 8, magnitude = half & 0x7fff;
     float subnormal = (float)magnitude * 0x1p-24f, value;
     uint32_t bits = (magnitude << 13) + ((magnitude < 0x7c00 ? 112u : 224u) << 23); /* 224: infinity or NaN */
@@ -26,6 +32,7 @@ INLINE float half_at(const uint8_t *from) {
     bits |= (half & 0x8000) << 16;
     memcpy(&value, &bits, sizeof value);
     return value;
+#endif
 }
 
 /* 16 bytes. GCC writes loops over bytes as it sees fit, and these as one instruction. */
@@ -215,6 +222,19 @@ INLINE void decode(void *output, const uint8_t *blocks, int64_t num_blocks, bool
     }
 }
 
+/* The same of blocks with a scale and 32 codes of four bits at their end, in bfloat16: the numbers of a block's 16 codes
+ * are computed once, and looked up. */
+INLINE void decode_by_table(bf16 *output, const uint8_t *blocks, int64_t num_blocks, unpacker *unpack, int block_bytes,
+                            const int8_t *levels) {
+    const f32x16 all_levels = signed_octets(levels);
+    unpacked block;
+    block.biases[0] = -0.0f;
+    for (; num_blocks; num_blocks--, blocks += block_bytes, output += 2 * LANES) {
+        unpack(&block, blocks); /* of which the codes are not used, so the compiler leaves them out */
+        look_up_halves(output, blocks + block_bytes - LANES, bf16_exact(all_levels * block.scales[0] + block.biases[0]));
+    }
+}
+
 /* The cases of the types: ggml's number, its decoder, and the block's bytes, elements, and elements with one scale. */
 #define CASE(type, unpack, block_bytes, elements, group)                                                               \
     case type:                                                                                                         \
@@ -222,10 +242,16 @@ INLINE void decode(void *output, const uint8_t *blocks, int64_t num_blocks, bool
         else decode(output, blocks, num_blocks, false, unpack, block_bytes, elements, group);                          \
         return 1
 
+#define TABLE_CASE(type, unpack, block_bytes, levels)                                                                  \
+    case type:                                                                                                         \
+        if (is_bf16) decode_by_table(output, blocks, num_blocks, unpack, block_bytes, levels);                         \
+        else decode(output, blocks, num_blocks, false, unpack, block_bytes, 32, 32);                                   \
+        return 1
+
 int32_t pagoda_decode_gguf(void *output, const uint8_t *blocks, int64_t num_blocks, int32_t type, int32_t is_bf16) {
     switch (type) {
-        CASE(2, q4_0, 18, 32, 32);
-        CASE(3, q4_1, 20, 32, 32);
+        TABLE_CASE(2, q4_0, 18, FROM_MINUS_8);
+        TABLE_CASE(3, q4_1, 20, FROM_0);
         CASE(6, q5_0, 22, 32, 32);
         CASE(7, q5_1, 24, 32, 32);
         CASE(8, q8_0, 34, 32, 32);
@@ -234,9 +260,9 @@ int32_t pagoda_decode_gguf(void *output, const uint8_t *blocks, int64_t num_bloc
         CASE(12, q4_k, 144, 256, 32);
         CASE(13, q5_k, 176, 256, 32);
         CASE(14, q6_k, 210, 256, 16);
-        CASE(20, iq4_nl, 18, 32, 32);
+        TABLE_CASE(20, iq4_nl, 18, IQ4);
         CASE(23, iq4_xs, 136, 256, 32);
-        CASE(39, mxfp4, 17, 32, 32);
+        TABLE_CASE(39, mxfp4, 17, E2M1_DOUBLED);
         default: return 0;
     }
 }
