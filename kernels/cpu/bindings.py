@@ -165,12 +165,13 @@ class CLayer(ctypes.Structure):
     """``pagoda_layer``."""
 
     _fields_ = (
-        *_fields(CWeight, "qkv", "output", "gate_up", "down"),
+        *_fields(CWeight, "qkv", "output", "gate_up", "down", "own_gate", "own_projection"),
         *_fields(_POINTER, "input_norm", "post_attention_norm", "attention_output_norm", "mlp_output_norm"),
-        *_fields(_POINTER, "query_norm", "key_norm", "rope", "experts", "latent", "recurrent"),
+        *_fields(_POINTER, "own_output_norm", "query_norm", "key_norm", "rope", "experts", "latent", "recurrent"),
         *_fields(_INT32, "num_heads", "num_kv_heads", "head_dim", "gate_width", "hidden_size", "intermediate_size"),
+        *_fields(_INT32, "own_width", "own_index"),
         *_fields(_INT32, "sliding_window", "is_bf16", "norms_all_heads", "norms_values", "activation"),
-        *_fields(_FLOAT, "eps", "scale", "softcap", "residual_multiplier", "output_scale"),
+        *_fields(_FLOAT, "eps", "scale", "softcap", "residual_multiplier", "output_scale", "own_output_scale"),
     )
 
 
@@ -193,7 +194,7 @@ class CStep(ctypes.Structure):
         *_fields(_POINTER, "hidden", "addend", "positions", "cu_seqlens_q", "seq_lens"),
         *_fields(_INT32, "num_tokens", "num_seqs", "max_blocks", "block_size"),
         *_fields(_SEQUENCES, "sequences"),
-        *_fields(_POINTER, "words", "row_scales", "wide", "query", "attended", "mixed"),
+        *_fields(_POINTER, "own_inputs", "words", "row_scales", "wide", "query", "attended", "mixed"),
     )
 
 
@@ -203,6 +204,7 @@ _LAYER, _STEP, _POINTERS = ctypes.POINTER(CLayer), ctypes.POINTER(CStep), ctypes
 
 # Name: what it returns (None: nothing), and its arguments; in the order of csrc's headers.
 FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "pagoda_add_own_input": (None, (_LAYER, _STEP)),
     "pagoda_add_to_residual": (None, (_POINTER, _POINTER, _INT32, _INT32, _POINTER, *(_FLOAT,) * 3)),
     "pagoda_all_finite": (_INT32, (_POINTER, _INT64, _INT32)),
     "pagoda_argmax": (None, (_POINTER, _POINTER, _POINTER, _INT64, _INT64, _INT64)),

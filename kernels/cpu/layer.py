@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from kernels.cpu.bindings import CLayer
+from kernels.cpu.bindings import CLayer, CWeight
 from kernels.cpu.experts import PackedExperts
 from kernels.cpu.latent import LatentSizes, PackedLatent
 from kernels.cpu.linear import LANES, PackedLinear, WeightKind
@@ -17,7 +17,13 @@ from kernels.layer_ops.base import Activation
 __all__ = ["LayerShape", "NormName", "PackedLayer"]
 
 NormName = Literal[
-    "input_norm", "post_attention_norm", "attention_output_norm", "mlp_output_norm", "query_norm", "key_norm"
+    "input_norm",
+    "post_attention_norm",
+    "attention_output_norm",
+    "mlp_output_norm",
+    "own_output_norm",
+    "query_norm",
+    "key_norm",
 ]
 _ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}  # as in csrc/layer/layer.h
 _RELU_SQUARED = 2
@@ -39,6 +45,8 @@ class LayerShape:
         norms_all_heads: the norms of queries and keys are over all heads of a token together.
         residual_multiplier: of what each half adds to the hidden states.
         latent: latent attention; then there is one KV head, of as many elements as the cache keeps of a token.
+        own_width: of an input that the layer has beside the hidden states; 0: there is none.
+        own_index: of this input among those of a step.
     """
 
     hidden_size: int
@@ -61,6 +69,8 @@ class LayerShape:
     gates_attention: bool = False
     has_mlp_gate: bool = True
     latent: LatentSizes | None = None
+    own_width: int = 0
+    own_index: int = 0
 
 
 class PackedLayer:
@@ -79,6 +89,7 @@ class PackedLayer:
         stores: whether the layer writes the keys and values that it reads.
         latent: what is between ``qkv`` and ``output`` in latent attention.
         experts: which replace gate_up and down if they are set.
+        own_gate, own_projection: linear layers of the layer's own input; None: it has none.
         recurrent: which replaces attention, or is computed beside it if there are heads.
     """
 
@@ -97,6 +108,8 @@ class PackedLayer:
         self.output = PackedLinear(kind, heads * value_dim, hidden, has_bias=shape.output_bias)
         self.gate_up = PackedLinear(kind, hidden, halves * self.intermediate_size, has_bias=shape.mlp_bias)
         self.down = PackedLinear(kind, self.intermediate_size, hidden, has_bias=shape.mlp_bias)
+        self.own_gate = PackedLinear(kind, hidden, shape.own_width) if shape.own_width else None
+        self.own_projection = PackedLinear(kind, shape.own_width, hidden) if shape.own_width else None
         self.experts: PackedExperts | None = None
         self.recurrent: PackedRecurrent | None = None
         self._norms: dict[NormName, torch.Tensor] = {}
@@ -105,6 +118,8 @@ class PackedLayer:
             self.output.c_weight,
             self.gate_up.c_weight,
             self.down.c_weight,
+            CWeight() if self.own_gate is None else self.own_gate.c_weight,
+            CWeight() if self.own_projection is None else self.own_projection.c_weight,
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
@@ -120,8 +135,11 @@ class PackedLayer:
             scale=(head_dim or 1) ** -0.5 if shape.scale is None else shape.scale,
             softcap=shape.softcap or 0.0,
             residual_multiplier=shape.residual_multiplier,
+            own_width=shape.own_width,
+            own_index=shape.own_index,
             output_scale=1.0,
             latent=None if self.latent is None else self.latent.address,
+            own_output_scale=1.0,
         )
 
     @property
@@ -143,7 +161,8 @@ class PackedLayer:
     def num_bytes(self) -> int:
         """Bytes that the linear layers' weights take."""
         dense = sum(linear.num_bytes for linear in (self.qkv, self.output, self.gate_up, self.down))
-        return dense + sum(part.num_bytes for part in (self.experts, self.latent, self.recurrent) if part is not None)
+        parts = (self.own_gate, self.own_projection, self.experts, self.latent, self.recurrent)
+        return dense + sum(part.num_bytes for part in parts if part is not None)
 
     def set_norm(self, name: NormName, weight: torch.Tensor) -> None:
         """Set the weights of an RMSNorm. Every norm is optional.
@@ -156,10 +175,13 @@ class PackedLayer:
         setattr(self.c_layer, name, self._norms[name].data_ptr())
 
     def set_output_scale(self, scale: float) -> None:
-        """Set what the residual stream is multiplied by after the feed-forward."""
+        """Set what the residual stream is multiplied by after the layer."""
         assert self.has_mlp
         assert self.experts is None, "experts do not scale the residual stream"
-        self.c_layer.output_scale = scale
+        if self.own_gate is None:
+            self.c_layer.output_scale = scale
+        else:
+            self.c_layer.own_output_scale = scale
 
     def set_experts(self, experts: PackedExperts) -> None:
         """Let experts compute the feed-forward; the layer's own ``intermediate_size`` is then usually 0."""

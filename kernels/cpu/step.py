@@ -16,7 +16,7 @@ from kernels.cpu.scratch import Scratch
 from kernels.cpu.sequences import CpuSequences
 from kernels.recurrent_metadata import RecurrentMetadata
 
-__all__ = ["CpuStep", "add_attention", "add_mlp", "all_layers", "logits", "mixer_half", "mlp_half"]
+__all__ = ["CpuStep", "add_attention", "add_mlp", "add_own_input", "all_layers", "logits", "mixer_half", "mlp_half"]
 
 
 class CpuStep:
@@ -31,6 +31,7 @@ class CpuStep:
         addend: like ``hidden``; if given, the halves write there what tensor-parallel ranks must sum and add.
         recurrent: the step's batch for layers with states.
         windows: as ``metadata``, of the pages of sliding windows; layers with another window use those of ``metadata``.
+        own_inputs: float32 [num_layers, num_tokens, own_width], if layers have inputs of their own.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class CpuStep:
         addend: torch.Tensor | None = None,
         recurrent: RecurrentMetadata | None = None,
         windows: Mapping[int, AttentionMetadata] | None = None,
+        own_inputs: torch.Tensor | None = None,
     ) -> None:
         scratch.reserve(hidden.shape[0])
         self._metadata = {0: metadata, **(windows or {})}  # by window, 0: none
@@ -56,7 +58,8 @@ class CpuStep:
             assert paged.block_tables.shape == metadata.block_tables.shape
         # The structure holds addresses only, so these tensors must live as long as it does.
         sequences = None if recurrent is None else CpuSequences(recurrent)
-        self._kept = (hidden, positions, metadata, addend, sequences, scratch)
+        self._kept = (hidden, positions, metadata, addend, sequences, scratch, own_inputs)
+        assert own_inputs is None or (own_inputs.is_contiguous() and own_inputs.dtype == torch.float32)
         self.c_step = CStep(
             hidden.data_ptr(),
             address(addend),
@@ -68,6 +71,7 @@ class CpuStep:
             metadata.block_tables.shape[1],
             block_size,
             None if sequences is None else ctypes.pointer(sequences.c_sequences),
+            address(own_inputs),
             scratch.words.data_ptr(),
             scratch.row_scales.data_ptr(),
             scratch.wide.data_ptr(),
@@ -103,6 +107,11 @@ def mlp_half(layer: PackedLayer, step: CpuStep) -> None:
     require().pagoda_mlp_half(layer.c_layer, step.c_step)
 
 
+def add_own_input(layer: PackedLayer, step: CpuStep) -> None:
+    """Add a layer's own input to the hidden states, after its feed-forward; nothing if it has none."""
+    require().pagoda_add_own_input(layer.c_layer, step.c_step)
+
+
 def add_attention(layer: PackedLayer, hidden: torch.Tensor, attended: torch.Tensor) -> None:
     """Add to the hidden states what the ranks' attention halves wrote to their addends, summed."""
     _add(layer, hidden, attended, layer.c_layer.attention_output_norm, 1.0)
@@ -124,7 +133,7 @@ def _add(layer: PackedLayer, hidden: torch.Tensor, addend: torch.Tensor, norm: i
 
 
 def all_layers(layers: Sequence[PackedLayer], step: CpuStep, caches: Sequence[Sequence[torch.Tensor]]) -> None:
-    """Compute both halves of every layer in one call; ``caches`` are those of one layer after another.
+    """Compute every layer in one call; ``caches`` are those of one layer after another.
 
     A call releases the interpreter's lock and waits for it at the end: with one call a layer, an event loop in the same
     process would delay a step at every layer.

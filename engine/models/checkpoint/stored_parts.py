@@ -19,9 +19,10 @@ from engine.models.config.recurrent.gated_delta_shape import GatedDeltaShape
 from engine.models.config.recurrent.kimi_delta_shape import KimiDeltaShape
 from engine.models.config.stored_names import stored_name
 
-__all__ = ["EMBEDDING", "HEAD", "Part", "stored_parts", "stored_with_prefix", "unread"]
+__all__ = ["EMBEDDING", "HEAD", "LAYER_EMBEDDING", "Part", "stored_parts", "stored_with_prefix", "unread"]
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+LAYER_EMBEDDING = "per_layer_inputs.embed_tokens_per_layer.weight"
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _LATENT = "qkv_a_proj"  # of latent attention
 _OF_INDEX = ("wq_b", "wk", "k_norm")  # of the indexer of latent attention

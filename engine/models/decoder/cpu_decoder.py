@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from engine.models.config.model_config import ModelConfig
+from engine.models.decoder.cpu_layer_inputs import CpuLayerInputs
 from engine.models.decoder.cpu_layers import can_compute_experts, packed_layer, set_parameter
 from engine.models.decoder.forward_context import ForwardContext
 from engine.models.decoder.latent_attention import growth_factors
@@ -24,9 +25,9 @@ from kernels.attention import c_kernel
 from kernels.cpu.experts import experts
 from kernels.cpu.gather import gather_packed_rows, gather_rows
 from kernels.cpu.layer import NormName, PackedLayer
-from kernels.cpu.linear import PackedLinear, WeightKind
+from kernels.cpu.linear import LANES, PackedLinear, WeightKind
 from kernels.cpu.scratch import Scratch
-from kernels.cpu.step import CpuStep, add_attention, add_mlp, all_layers, logits, mixer_half, mlp_half
+from kernels.cpu.step import CpuStep, add_attention, add_mlp, add_own_input, all_layers, logits, mixer_half, mlp_half
 
 __all__ = ["CpuDecoder", "can_run", "head_is_embedding"]
 
@@ -41,6 +42,7 @@ _NORMS: dict[str, NormName] = {  # by the module's name in decoder.py
     "post_attention_layernorm": "post_attention_norm",
     "attention_output_norm": "attention_output_norm",
     "mlp_output_norm": "mlp_output_norm",
+    "per_layer_output_norm": "own_output_norm",
     "q_norm": "query_norm",
     "k_norm": "key_norm",
 }
@@ -53,7 +55,8 @@ def can_run(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bo
         dims = {(config.latent.cache.elements_per_token, config.latent.rank)}
     are_supported = all(c_kernel.is_supported(dtype, *of_layer) for of_layer in dims)
     has_index = config.latent is not None and config.latent.index is not None
-    can_compute_layers = can_compute_experts(config) and not config.per_layer_width and not has_index
+    has_whole_vectors = config.per_layer_width % LANES == 0
+    can_compute_layers = can_compute_experts(config) and has_whole_vectors and not has_index
     return device.type == "cpu" and can_compute_layers and are_supported
 
 
@@ -101,6 +104,7 @@ class CpuDecoder:
                     layer.latent.set_growth(growth_factors(own.latent.query_growth, torch.arange(len(rope[table]))))
         self.norm = torch.empty(0)
         self.lm_head = PackedLinear(kind, config.hidden_size, self.embed_tokens.num_embeddings)
+        self._layer_inputs = CpuLayerInputs(config, parallel, dtype, kind) if config.per_layer_width else None
         self._scratch = _scratch(own, self.layers, kind, dtype)
         self._logits = torch.empty(0)
 
@@ -119,6 +123,9 @@ class CpuDecoder:
                 self.embed_tokens.weight = nn.Parameter(weight, requires_grad=False)
             case ["norm", "weight"]:
                 self.norm = self._norm_weight(weight) / self.config.logits_divisor
+            case ["per_layer_inputs", module, "weight"]:
+                assert self._layer_inputs is not None
+                self._layer_inputs.set_weight(module, weight)
             case ["lm_head", "weight"]:
                 self.lm_head.set_weight(weight)
             case ["layers", index, *_, module, "weight"] if module in _NORMS:
@@ -140,7 +147,8 @@ class CpuDecoder:
     @property
     def num_bytes(self) -> int:
         """Bytes that the packed weights take."""
-        return self.lm_head.num_bytes + sum(layer.num_bytes for layer in self.layers)
+        own_inputs = 0 if self._layer_inputs is None else self._layer_inputs.num_bytes
+        return self.lm_head.num_bytes + own_inputs + sum(layer.num_bytes for layer in self.layers)
 
     # --- a step -------------------------------------------------------------------------------------------------
 
@@ -149,8 +157,17 @@ class CpuDecoder:
         hidden = self._embed(token_ids)
         addend = torch.empty_like(hidden) if self.parallel.size > 1 else None
         block_size = context.kv_cache.block_size
+        own_inputs = None if self._layer_inputs is None else self._layer_inputs(token_ids, hidden)
         step = CpuStep(
-            hidden, positions, context.metadata, block_size, self._scratch, addend, context.recurrent, context.windows
+            hidden,
+            positions,
+            context.metadata,
+            block_size,
+            self._scratch,
+            addend,
+            context.recurrent,
+            context.windows,
+            own_inputs,
         )
         if addend is None:
             all_layers(self.layers, step, context.kv_cache.layers)
@@ -163,6 +180,7 @@ class CpuDecoder:
             if layer.has_mlp:
                 mlp_half(layer, step)
                 add_mlp(layer, hidden, self.parallel.all_reduce(addend))
+            add_own_input(layer, step)
         return hidden
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -245,10 +263,11 @@ def _scratch(config: ModelConfig, layers: list[PackedLayer], kind: WeightKind, d
     )
     return Scratch(
         kind,
-        width=max(hidden, attention_width, widest_mlp, mixed_width, *of_latents),
+        width=max(hidden, attention_width, widest_mlp, mixed_width, config.per_layer_width, *of_latents),
         outputs=max(
             hidden,
             widest_mlp,
+            config.per_layer_width,
             *(layer.qkv.out_features for layer in layers),
             *(sizes.row_width for sizes in recurrent),
             *of_latents,

@@ -68,6 +68,12 @@ def set_parameter(layer: PackedLayer, name: list[str], value: torch.Tensor, *, i
             _set_expert_weight(layer.experts, rest, value)
         case [*_, module, "bias"] if module not in _COLUMN_PARALLEL and not is_first_rank:
             return
+        case ["per_layer_input", "gate", "weight"]:
+            assert layer.own_gate is not None
+            layer.own_gate.set_weight(value)
+        case ["per_layer_input", "projection", "weight"]:
+            assert layer.own_projection is not None
+            layer.own_projection.set_weight(value)
         case ["layer_scalar"]:
             layer.set_output_scale(float(value))
         case ["recurrent", *rest]:
@@ -115,6 +121,8 @@ def _layer_shape(config: ModelConfig, index: int) -> LayerShape:
         gates_attention=config.gates_attention,
         has_mlp_gate=config.has_feed_forward_gate,
         latent=latent,
+        own_width=config.per_layer_width,
+        own_index=index,
     )
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from engine.models.checkpoint.checkpoint import open_checkpoint
-from engine.models.checkpoint.stored_parts import EMBEDDING, HEAD
+from engine.models.checkpoint.stored_parts import EMBEDDING, HEAD, LAYER_EMBEDDING
 from engine.models.checkpoint.weights import read_weights, with_stored_head
 from engine.models.config.model_config import ModelConfig
 from engine.models.decoder.cpu_decoder import CpuDecoder, head_is_embedding
@@ -124,7 +124,8 @@ def _pack(model: CpuDecoder, shapes: dict[str, torch.Size], read: Callable[..., 
     """Pack the weights for the C kernels; with ``is_head`` the embedding's weights are packed as the head's."""
     if is_head:
         del shapes[HEAD]
-    for name, weight in read(shapes, may_be_mapped=lambda name: name == EMBEDDING and not is_head):
+    mapped = {LAYER_EMBEDDING} if is_head else {LAYER_EMBEDDING, EMBEDDING}  # only some of their rows are read
+    for name, weight in read(shapes, may_be_mapped=mapped.__contains__):
         model.set_weight(name, weight)
 
 

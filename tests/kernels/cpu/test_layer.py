@@ -15,7 +15,7 @@ from kernels.cpu import reference
 from kernels.cpu.layer import LayerShape, NormName, PackedLayer
 from kernels.cpu.linear import PackedLinear, WeightKind
 from kernels.cpu.scratch import Scratch
-from kernels.cpu.step import CpuStep, add_attention, add_mlp, all_layers, logits, mixer_half, mlp_half
+from kernels.cpu.step import CpuStep, add_attention, add_mlp, add_own_input, all_layers, logits, mixer_half, mlp_half
 
 SHAPE = LayerShape(
     hidden_size=48,
@@ -227,6 +227,26 @@ def test_the_hidden_states_are_scaled_after_the_feed_forward(has_addend: bool) -
         if has_addend:
             add_mlp(layer, hidden, addend)
         assert_close(hidden, 0.3 * (step.hidden + step.expected_mlp(step.hidden)))
+
+
+def test_a_layers_own_input_is_gated_projected_and_normalized() -> None:
+    step, width, count = Step(Weights(SHAPE)), 32, 3
+    generator = torch.Generator().manual_seed(2)
+    gate, projection = torch.randn(width, 48, generator=generator), torch.randn(48, width, generator=generator)
+    inputs, norm = torch.randn(count, NUM_TOKENS, width, generator=generator), torch.rand(48, generator=generator)
+    layer = PackedLayer(replace(SHAPE, own_width=width, own_index=1), WeightKind.FLOAT32, torch.float32)
+    assert layer.own_gate is not None
+    assert layer.own_projection is not None
+    layer.own_gate.set_weight(gate)
+    layer.own_projection.set_weight(projection)
+    layer.set_norm("own_output_norm", norm)
+    layer.set_output_scale(0.3)
+    hidden = step.hidden.clone()
+    args = (step.positions, step.metadata, BLOCK_SIZE, step.scratch)
+    add_own_input(layer, CpuStep(hidden, *args, own_inputs=inputs))
+    gated = torch.nn.functional.gelu(step.hidden @ gate.t(), approximate="tanh") * inputs[1]
+    added = reference.rms_norm(gated @ projection.t(), norm, SHAPE.norm_eps)
+    assert_close(hidden, 0.3 * (step.hidden + added))
 
 
 def test_a_layer_without_rope_rotates_nothing() -> None:

@@ -6,6 +6,7 @@
 
 #include "attention/attention.h"
 #include "layer/gate.h"
+#include "layer/own_input.h"
 #include "linear/pack_rows.h"
 #include "layer/residual.h"
 #include "layer/rope.h"
@@ -115,11 +116,26 @@ void pagoda_mlp_half(const pagoda_layer *layer, const pagoda_step *step) {
     add_to_hidden(layer, step, &rows, &layer->down, layer->mlp_output_norm, layer->output_scale, PAGODA_STORE);
 }
 
+void pagoda_add_own_input(const pagoda_layer *layer, const pagoda_step *step) {
+    const int64_t width = layer->own_width;
+    if (!width) return;
+    pagoda_rows rows = {step->words, step->row_scales, step->num_tokens};
+    pagoda_pack_rows(&rows, step->hidden, 0, layer->own_gate.kind, layer->hidden_size, NULL, 0);
+    pagoda_linear(step->wide, width, &rows, &layer->own_gate, PAGODA_STORE);
+    pagoda_gate_own_input(step->wide, step->own_inputs + layer->own_index * step->num_tokens * width, step->num_tokens,
+                          layer->own_width);
+    pagoda_pack_rows(&rows, step->wide, 0, layer->own_projection.kind, layer->own_width, NULL, 0);
+    pagoda_linear(step->wide, layer->hidden_size, &rows, &layer->own_projection, PAGODA_STORE);
+    pagoda_add_to_residual(step->hidden, step->wide, step->num_tokens, layer->hidden_size, layer->own_output_norm,
+                           layer->eps, 1, layer->own_output_scale);
+}
+
 void pagoda_layers(const pagoda_layer *const *layers, int32_t num_layers, const pagoda_step *step,
                    const pagoda_layer_cache *caches) {
     for (int32_t i = 0; i < num_layers; i++) {
         pagoda_mixer_half(layers[i], step, &caches[i]);
         pagoda_mlp_half(layers[i], step);
+        pagoda_add_own_input(layers[i], step);
     }
 }
 

@@ -25,10 +25,13 @@ typedef struct {
     pagoda_weight output;
     pagoda_weight gate_up;    /* panels alternate between the gate's and up's; without a gate they are all up's */
     pagoda_weight down;
+    pagoda_weight own_gate;       /* own_width outputs, of the gate of the layer's own input */
+    pagoda_weight own_projection; /* reads own_width numbers */
     const float *input_norm;                  /* [hidden_size], of the first half's input, or NULL */
     const float *post_attention_norm;         /* [hidden_size], of the feed-forward's input, or NULL */
     const float *attention_output_norm;       /* [hidden_size], or NULL */
     const float *mlp_output_norm;             /* [hidden_size], or NULL */
+    const float *own_output_norm;             /* [hidden_size], of what the own input adds */
     const float *query_norm;                  /* [head_dim], or with norms_all_heads of all heads; or NULL */
     const float *key_norm;
     const float *rope;                        /* [positions, 2, head_dim / 2]; NULL: no position embedding */
@@ -41,6 +44,7 @@ typedef struct {
     int32_t gate_width;        /* num_heads * head_dim if sigmoids of a gate multiply attention's output; else 0 */
     int32_t hidden_size;
     int32_t intermediate_size; /* a multiple of 16: padded with zeros; 0 without experts: there is no feed-forward */
+    int32_t own_width, own_index; /* of the layer's own input, and where it is in the step's; 0: there is none */
     int32_t sliding_window;    /* 0: none */
     int32_t is_bf16;           /* the KV cache; else float32 */
     int32_t norms_all_heads;   /* query_norm and key_norm are over a token's heads together; else over each head */
@@ -50,6 +54,7 @@ typedef struct {
     float softcap;             /* of attention's scores; 0: none */
     float residual_multiplier; /* of what is added to the residual stream */
     float output_scale;        /* of the residual stream after the feed-forward */
+    float own_output_scale;    /* of the residual stream after the own input */
 } pagoda_layer;
 
 /* One step's batch and scratch memory: CStep in kernels/cpu/bindings.py. */
@@ -61,6 +66,7 @@ typedef struct {
     const int32_t *seq_lens;
     int32_t num_tokens, num_seqs, max_blocks, block_size;
     const pagoda_sequences *sequences; /* of recurrent layers; NULL: there are none */
+    const float *own_inputs; /* of each layer [num_tokens, own_width], one after another; NULL: there are none */
     /* Scratch. */
     uint32_t *words;   /* [num_tokens, the widest row's words] */
     float *row_scales; /* [num_tokens] */
@@ -86,7 +92,11 @@ void pagoda_mixer_half(const pagoda_layer *layer, const pagoda_step *step, const
 /* hidden += down(activation(gate(norm(hidden))) * up(norm(hidden))), likewise; without a gate, down(activation(up(...))). */
 void pagoda_mlp_half(const pagoda_layer *layer, const pagoda_step *step);
 
-/* Both halves of every layer; the caches are each layer's. One call, because between calls a Python program's
+/* hidden = scale * (hidden + norm(projection(gelu(gate(hidden)) * own input))), after the feed-forward; nothing if the
+ * layer has no such input. No rank sums: all compute the same. */
+void pagoda_add_own_input(const pagoda_layer *layer, const pagoda_step *step);
+
+/* All of every layer; the caches are each layer's. One call, because between calls a Python program's
  * other threads could delay the next one. */
 void pagoda_layers(const pagoda_layer *const *layers, int32_t num_layers, const pagoda_step *step,
                    const pagoda_layer_cache *caches);

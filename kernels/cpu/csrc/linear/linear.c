@@ -90,12 +90,6 @@ INLINE void put(float *to, f32x16 value, int64_t count, bool is_added) {
     for (int64_t i = 0; i < count; i++) to[i] = is_added ? to[i] + parts[i] : parts[i];
 }
 
-/* gelu(x) by its approximation 0.5 x (1 + tanh(u)) with u = sqrt(2 / pi) (x + 0.044715 x^3), which is x / (1 + e^-2u). */
-INLINE f32x16 gelu(f32x16 x) {
-    f32x16 doubled = 1.5957691216f * x * (1 + 0.044715f * x * x); /* 2u */
-    return x / (1 + f32x16_exp(-doubled));
-}
-
 /* max(x, 0)^2; a NaN stays one. */
 INLINE f32x16 relu_squared(f32x16 x) {
     f32x16 positive = f32x16_max((f32x16){0}, x);
@@ -119,7 +113,7 @@ static void finish(const linear_call *call, const float *sums, int64_t first_row
             } else {
                 f32x16 up = product(call, sum + num_rows * LANES, first_row + r, panel + p + 1);
                 int64_t column = (panel + p) / 2 * LANES;
-                f32x16 gate = call->epilogue == PAGODA_GELU_MUL ? gelu(value) : value / (1 + f32x16_exp(-value));
+                f32x16 gate = call->epilogue == PAGODA_GELU_MUL ? f32x16_gelu(value) : value / (1 + f32x16_exp(-value));
                 put(row + column, gate * up, width / 2 - column, false);
             }
         }

@@ -278,4 +278,10 @@ INLINE f32x16 f32x16_tanh(f32x16 x) {
     return f32x16_select(square < 0.09f, p, 1 - 2 / (1 + f32x16_exp(x + x)));
 }
 
+/* gelu(x) by its approximation 0.5 x (1 + tanh(u)) with u = sqrt(2 / pi) (x + 0.044715 x^3), which is x / (1 + e^-2u). */
+INLINE f32x16 f32x16_gelu(f32x16 x) {
+    f32x16 doubled = 1.5957691216f * x * (1 + 0.044715f * x * x); /* 2u */
+    return x / (1 + f32x16_exp(-doubled));
+}
+
 #endif

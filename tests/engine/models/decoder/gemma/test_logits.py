@@ -32,7 +32,7 @@ from tests.engine.models.decoder.gemma.conftest import Saved
 from tests.engine.models.decoder.gemma.gemma_families import GEMMA_FAMILIES
 
 TOLERANCE = 1e-5  # of the largest logit of a sequence
-NOT_IN_C = ("gemma-4-26b-a4b", "gemma-4-e4b", "gemma-4-e2b")  # experts beside dense ones, embeddings for each layer
+NOT_IN_C = ("gemma-4-26b-a4b",)  # whose experts are beside a dense feed-forward
 Change = Callable[[ModelConfig], ModelConfig]
 
 
@@ -215,6 +215,17 @@ def test_a_scalar_of_a_layer_in_c_that_is_left_out_is_noticed(saved: Callable[[s
     decoder = load(saved("gemma-4-12b").path)
     decoder.layers[1].c_layer.output_scale = 1.0
     assert largest_error(decoder, saved("gemma-4-12b")) > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("field", ["own_output_norm", "own_width", "own_output_scale"])
+def test_a_part_of_a_layers_own_input_in_c_that_is_left_out_is_noticed(
+    saved: Callable[[str], Saved], field: str
+) -> None:
+    if library() is None:
+        pytest.skip("no C compiler is installed")
+    decoder = load(saved("gemma-4-e4b").path)
+    setattr(decoder.layers[1].c_layer, field, {"own_output_norm": None, "own_width": 0, "own_output_scale": 1.0}[field])
+    assert largest_error(decoder, saved("gemma-4-e4b")) > 10 * TOLERANCE
 
 
 @pytest.mark.parametrize(
