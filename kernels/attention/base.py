@@ -32,7 +32,7 @@ class AttentionInputs:
 
     query: torch.Tensor  # [num_tokens, num_heads, head_dim], packed: see AttentionMetadata
     key_cache: torch.Tensor  # [num_blocks, block_size, num_kv_heads, head_dim]
-    value_cache: torch.Tensor  # the same shape; of latents key_cache[..., :value_dim]
+    value_cache: torch.Tensor  # the same shape, or another value_dim; of latents key_cache[..., :value_dim]
     metadata: AttentionMetadata
     scale: float  # factor of Q K^T
     sliding_window: int | None = None  # tokens; None: no window

@@ -33,7 +33,9 @@ class CpuBackend(AttentionBackend):
             raise ValueError(f"block_size={block_size} holds no token; the cpu attention backend needs 1 or more")
 
     def forward(self, inputs: AttentionInputs) -> torch.Tensor:
+        has_equal_dims = inputs.value_dim == inputs.head_dim or inputs.has_latents
         is_sparse, can_be_c = inputs.topk_slots is not None, self._use_c_kernel and inputs.sinks is None
+        can_be_c = can_be_c and has_equal_dims
         if can_be_c and c_kernel.is_supported(inputs.key_cache.dtype, inputs.head_dim, inputs.value_dim):
             return c_kernel.paged_attention(as_decodes(inputs) if is_sparse else inputs)
         return sparse_attention(inputs) if is_sparse else self._sdpa.forward(inputs)

@@ -17,6 +17,7 @@ LARGEST_HEAD_DIM = 256  # that every backend computes
 HALF = ("bfloat16", "float16")
 ANY = ("float32", *HALF)
 _ALL = ("softcap", "sinks", "latent", "batch_invariant", "large_heads")
+_OF_CPU = ("sparse", "value_dims")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,8 @@ class BackendEntry:
         dtypes: of queries and cache, as torch names them.
         options: of AttentionInputs that it computes beside the sliding window: `softcap`, `sinks`, `latent`, and
             `sparse`, which is `topk_slots`; `batch_invariant`: what a sequence gets has the same bits whatever the rest
-            of the batch; and `large_heads`: more than LARGEST_HEAD_DIM elements in a head, up to 512.
+            of the batch; `large_heads`: more than LARGEST_HEAD_DIM elements in a head, up to 512; and `value_dims`:
+            values that have fewer elements than keys.
     """
 
     module: str
@@ -41,7 +43,7 @@ class BackendEntry:
 
 
 BACKENDS: dict[str, BackendEntry] = {  # "auto" takes the first that can run, so the fastest of a device comes first
-    "cpu":          BackendEntry("cpu_backend",        "CpuBackend",        ("cpu",),  ANY,  options=(*_ALL, "sparse")),
+    "cpu":          BackendEntry("cpu_backend",        "CpuBackend",        ("cpu",),  ANY,  options=(*_ALL, *_OF_CPU)),
     "flash_attn_3": BackendEntry("flash.flash_attn_3", "FlashAttn3Backend", ("cuda",), HALF, options=("softcap",)),
     "flash_attn":   BackendEntry("flash.flash_attn",   "FlashAttnBackend",  ("cuda",), HALF, options=("softcap",)),
     "triton":       BackendEntry("triton.backend",     "TritonBackend",     ("cuda",), ANY,  options=(*_ALL, "sparse")),

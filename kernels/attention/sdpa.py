@@ -73,21 +73,23 @@ class _GatherBuffers:
         self._buffers: list[torch.Tensor] = []
 
     def read(self, inputs: AttentionInputs, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values at `slots`, [len(slots), num_kv_heads, head_dim], valid until the next call.
+        """Return the keys and values at `slots`, [len(slots), num_kv_heads, their dim], valid until the next call.
 
         The values of latents are views of the keys.
         """
-        dtype = inputs.key_cache.dtype
-        shape = (slots.shape[0], inputs.num_kv_heads, inputs.head_dim)
-        size = shape[0] * shape[1] * shape[2]
+        dtype, num_rows = inputs.key_cache.dtype, slots.shape[0] * inputs.num_kv_heads
+        size = num_rows * max(inputs.head_dim, inputs.value_dim)
         if not self._buffers or self._buffers[0].numel() < size or self._buffers[0].dtype != dtype:
             with torch.inference_mode(False):  # else a later call outside inference mode could not write to them
                 self._buffers = [torch.empty(size, dtype=dtype) for _ in range(2)]
-        keys, values = (buffer[:size].view(shape) for buffer in self._buffers)
-        torch.index_select(inputs.key_cache.view(-1, *shape[1:]), 0, slots, out=keys)
+        keys, values = (
+            buffer[: num_rows * dim].view(-1, inputs.num_kv_heads, dim)
+            for buffer, dim in zip(self._buffers, (inputs.head_dim, inputs.value_dim), strict=True)
+        )
+        torch.index_select(inputs.key_cache.view(-1, *keys.shape[1:]), 0, slots, out=keys)
         if inputs.has_latents:
             return keys, keys[..., : inputs.value_dim]
-        torch.index_select(inputs.value_cache.view(-1, *shape[1:]), 0, slots, out=values)
+        torch.index_select(inputs.value_cache.view(-1, *values.shape[1:]), 0, slots, out=values)
         return keys, values
 
 

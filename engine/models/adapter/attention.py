@@ -36,7 +36,7 @@ class AttentionCall:
 
     query: torch.Tensor  # [num_tokens, num_heads, head_dim]
     key: torch.Tensor  # [num_tokens, num_kv_heads, head_dim]
-    value: torch.Tensor  # [num_tokens, num_kv_heads, head_dim]
+    value: torch.Tensor  # [num_tokens, num_kv_heads, value_dim]
     scale: float
     sliding_window: int | None
     softcap: float | None
@@ -54,7 +54,7 @@ class AttentionLayers(Protocol):
     checks_masks: bool
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Return the attention of the next layer, [num_tokens, num_heads, head_dim]."""
+        """Return the attention of the next layer, [num_tokens, num_heads, value_dim]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def _attention(
         attention_mask: from ``_mask``, which knows the window: ``sliding_window`` is only a hint for kernels.
 
     Returns:
-        [1, num_tokens, num_heads, head_dim], and no attention weights.
+        [1, num_tokens, num_heads, value_dim], and no attention weights.
 
     Raises:
         ModelLoadError: if the layer asks for anything but causal attention.

@@ -201,33 +201,31 @@ class _Probe:
         return answers.to(call.query.dtype)
 
     def shape(self, config: TransformersConfig) -> AttentionShape:
-        """Return the shape that all layers have.
+        """Return the shape that all layers have in common.
 
         Raises:
-            ModelLoadError: if they differ in heads, or keys and values do.
+            ModelLoadError: if they differ in the heads of queries, or ask for what the config does not.
         """
         asked = f"'{config.architecture}' cannot be served with this config.json: "
-        shapes = {(call.query.shape[1:], call.key.shape[1:], call.value.shape[1:]) for call in self._calls}
-        if len(shapes) != 1:
+        num_heads = {call.query.shape[1] for call in self._calls}
+        if len(num_heads) != 1:
             raise ModelLoadError(asked + "its layers differ in their attention heads, or it has no attention layer")
-        (query, key, value), *_ = shapes
-        if key != value:
-            raise ModelLoadError(f"{asked}its keys have the shape {tuple(key)} and its values {tuple(value)}")
         options = {"softcap" for call in self._calls if call.softcap is not None}
         options |= {"sinks" for call in self._calls if call.sinks is not None}
-        if not options <= config.attention_options:
-            raise ModelLoadError(f"{asked}its layers have an unexpected {' and '.join(sorted(options))}")
+        options |= {"value_dims" for call in self._calls if call.value.shape[2] != call.key.shape[2]}
+        if unexpected := options - config.attention_options:
+            raise ModelLoadError(f"{asked}its layers have an unexpected {' and '.join(sorted(unexpected))}")
         return AttentionShape(
-            num_heads=query[0],
+            num_heads=num_heads.pop(),
             sliding_windows=frozenset(call.sliding_window for call in self._calls),
         )
 
     def layer_caches(self) -> tuple[LayerCache, ...]:
-        """Return what each layer caches: nothing, if it attends to the very keys of an earlier one (Gemma 3n)."""
-        first: dict[int, int] = {}
+        """Return what each layer caches: nothing, if it attends to the keys and values of an earlier one (Gemma 3n)."""
+        first: dict[tuple[int, int], int] = {}
         caches: list[LayerCache] = []
         for index, call in enumerate(self._calls):
             own = KeyValue(call.key.shape[1], call.key.shape[2], call.value.shape[2], call.sliding_window)
-            source = first.setdefault(call.key.data_ptr(), index)
+            source = first.setdefault((call.key.data_ptr(), call.value.data_ptr()), index)  # DiffLlama's values differ
             caches.append(own if source == index else SharedWith(source))
         return tuple(caches)

@@ -10,7 +10,16 @@ from engine.errors import ModelLoadError
 from engine.models.config.families import ARCHITECTURES
 from engine.models.config.refused import reason_of
 
-__all__ = ["ALIASES", "MODEL_TYPES", "PROVEN", "TENSOR_PARALLEL", "WITH_SINKS", "require_proven", "require_served"]
+__all__ = [
+    "ALIASES",
+    "MODEL_TYPES",
+    "PROVEN",
+    "TENSOR_PARALLEL",
+    "WITH_SINKS",
+    "WITH_VALUE_DIMS",
+    "require_proven",
+    "require_served",
+]
 
 PROVEN = frozenset(
     {
@@ -63,6 +72,7 @@ PROVEN = frozenset(
         "LagunaForCausalLM",
         "LlamaForCausalLM",
         "MellumForCausalLM",
+        "MiMoV2FlashForCausalLM",
         "MiniMaxM2ForCausalLM",
         "Ministral3ForCausalLM",
         "MinistralForCausalLM",
@@ -103,7 +113,18 @@ ALIASES = {
 MODEL_TYPES = {"kimi_k2": "deepseek_v3"}
 
 # Architectures whose attention layers have sinks.
-WITH_SINKS = frozenset({"FlintForCausalLM", "GptOssForCausalLM", "GraniteMoeSWAForCausalLM", "GraniteSWAForCausalLM"})
+WITH_SINKS = frozenset(
+    {
+        "FlintForCausalLM",
+        "GptOssForCausalLM",
+        "GraniteMoeSWAForCausalLM",
+        "GraniteSWAForCausalLM",
+        "MiMoV2FlashForCausalLM",
+    }
+)
+
+# Architectures whose keys and values have heads of different sizes.
+WITH_VALUE_DIMS = frozenset({"MiMoV2FlashForCausalLM"})
 
 # Architectures that tensor-parallel ranks do not share: adapter/parallel.py cannot divide transformers' modules.
 _ONE_RANK = frozenset(
@@ -125,6 +146,7 @@ _ONE_RANK = frozenset(
         "GraniteSWAForCausalLM",
         "HunYuanDenseV1ForCausalLM",
         "JetMoeForCausalLM",
+        "MiMoV2FlashForCausalLM",
         "ModernBertDecoderForCausalLM",
         "OPTForCausalLM",
         "PersimmonForCausalLM",

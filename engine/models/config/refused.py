@@ -110,7 +110,6 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
         "XLNetLMHeadModel",
     ),
     _OWN_MASK: ("DogeForCausalLM",),
-    "its keys and values have heads of different sizes, which the KV cache does not hold": ("MiMoV2FlashForCausalLM",),
     _NO_CLASS: (
         "BaichuanForCausalLM",
         "ChatGLMForConditionalGeneration",

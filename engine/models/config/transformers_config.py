@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 
 from engine.errors import ConfigError, ModelLoadError, shown
-from engine.models.config.architectures import TENSOR_PARALLEL, WITH_SINKS, require_proven
+from engine.models.config.architectures import TENSOR_PARALLEL, WITH_SINKS, WITH_VALUE_DIMS, require_proven
 from engine.models.config.config_json import num_positions
 from engine.models.config.limits import require_integer
 from engine.models.config.rope_config import check_longrope_length, longrope_length
@@ -50,6 +50,8 @@ class TransformersConfig(ModelShape):
         options = {"softcap"} if getattr(config, "attn_logit_softcapping", None) is not None else set()
         if architecture in WITH_SINKS:
             options.add("sinks")
+        if architecture in WITH_VALUE_DIMS:
+            options.add("value_dims")
         return cls(
             architecture=architecture,
             vocab_size=require_integer(config, "vocab_size"),
@@ -83,6 +85,11 @@ def _wrong_option(config: Any) -> str | None:
     for kind in getattr(config, "layer_types", None) or ():
         if kind not in _LAYER_TYPES:
             return f"a layer of the type {shown(kind)}"
+    pattern = getattr(
+        config, "hybrid_layer_pattern", None
+    )  # of MiMo V2 Flash, which transformers' class takes as given
+    if pattern is not None and pattern != [int(kind == "sliding_attention") for kind in config.layer_types]:
+        return f"hybrid_layer_pattern={shown(pattern)}"
     if getattr(config, "reorder_and_upcast_attn", False):
         return "reorder_and_upcast_attn=True"
     return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -53,6 +55,18 @@ def test_softcaps_and_sinks_match_the_reference(
 ) -> None:
     batch = make_batch(lengths, Shape(num_heads=6, num_kv_heads=2, head_dim=16))
     assert_matches(batch.run(backend, sliding_window, *options), batch.expected(sliding_window, *options))
+
+
+@pytest.mark.parametrize("options", [(), ("sinks",)])
+@pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize("value_dim", [16, 80])
+def test_values_have_another_size_than_keys(
+    backend: CpuBackend, lengths: list[tuple[int, int]], value_dim: int, options: tuple[str, ...]
+) -> None:
+    batch = make_batch(lengths, Shape(num_heads=6, num_kv_heads=2, head_dim=48))
+    values = batch.value_cache.repeat(1, 1, 1, 2)[..., :value_dim].contiguous()
+    batch = replace(batch, value_cache=values)
+    assert_matches(batch.run(backend, None, *options), batch.expected(None, *options))
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=" and ".join)

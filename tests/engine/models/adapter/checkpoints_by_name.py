@@ -28,6 +28,7 @@ TEXT_CHECKPOINTS = {
     "PhiMoEForCausalLM": "Phi-3.5-MoE",
     "Glm4ForCausalLM": "GLM-4-9B-0414, GLM-4-32B-0414, GLM-Z1-32B-0414",
     "Glm4MoeForCausalLM": "GLM-4.5-Air, GLM-4.5, GLM-4.6, GLM-4.7",
+    "MiMoV2FlashForCausalLM": "MiMo-V2-Flash",
     "MiniMaxM2ForCausalLM": "MiniMax-M2, MiniMax-M2.5, MiniMax-M2.7",
     "SmolLM3ForCausalLM": "SmolLM3-3B",
     "GraniteForCausalLM": "granite-3.3-2b-instruct, granite-3.3-8b-instruct",

@@ -37,12 +37,6 @@ def save_and_load(path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str, 
 @pytest.mark.parametrize(
     ("model_type", "options", "message"),
     [
-        (
-            "mimo_v2_flash",
-            {"head_dim": 16, "v_head_dim": 8, "swa_head_dim": 16, "swa_v_head_dim": 8, "n_routed_experts": 4}
-            | {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
-            "differ in their attention heads|its keys have the shape",
-        ),
         ("bert", {"is_decoder": False}, "a layer's attention mask is neither causal nor a causal sliding window"),
         (
             "doge",
@@ -65,6 +59,15 @@ def test_sinks_that_the_list_does_not_know_are_noticed(zoo: Zoo, monkeypatch: py
     path = zoo("GptOssForCausalLM").path
     monkeypatch.setattr(config_module, "WITH_SINKS", frozenset())
     with pytest.raises(ModelLoadError, match="its layers have an unexpected sinks"):
+        load(path)
+
+
+def test_values_of_another_size_that_the_list_does_not_know_are_noticed(
+    zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = zoo("MiMoV2FlashForCausalLM").path
+    monkeypatch.setattr(config_module, "WITH_VALUE_DIMS", frozenset())
+    with pytest.raises(ModelLoadError, match="its layers have an unexpected value_dims"):
         load(path)
 
 

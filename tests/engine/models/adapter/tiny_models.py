@@ -137,6 +137,12 @@ TINY_MODELS: dict[str, TinyModel] = {
             },
         },
     ),
+    "MiMoV2FlashForCausalLM": TinyModel(
+        "mimo_v2_flash",
+        _EXPERTS
+        | _HALF_SLIDING
+        | {"head_dim": 24, "v_head_dim": 16, "n_routed_experts": 4, "routed_scaling_factor": 1.5},
+    ),
     "MiniMaxM2ForCausalLM": TinyModel("minimax_m2", _EXPERTS | {"head_dim": 16}),
     "MistralForCausalLM": TinyModel("mistral", {"sliding_window": WINDOW}),
     "MixtralForCausalLM": TinyModel("mixtral", _EXPERTS | {"sliding_window": WINDOW}),

@@ -50,7 +50,6 @@ PUBLISHED: dict[str, tuple[str, str, dict[str, Any], str]] = {
         part("Llama4ForCausalLM", "its chunked attention"),
     ),
     "MiMo-7B-Base": ("MiMoForCausalLM", "mimo", {}, NO_CLASS),
-    "MiMo-V2-Flash": ("MiMoV2FlashForCausalLM", "mimo_v2_flash", FP8, "its keys and values have heads of different si"),
     "MiniCPM-V-4.6": ("MiniCPMV4_6ForConditionalGeneration", "minicpmv4_6", {}, NOT_COMPARED),
     "MiniMax-M3": ("MiniMaxM3ForCausalLM", "minimax_m3", {}, INDEXED),
     "MiniMax-M3-NVFP4": (
