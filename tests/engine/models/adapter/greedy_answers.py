@@ -59,6 +59,7 @@ def check(
         enable_prefix_caching=caching,
         swap_space_gib=swap_space_gib,
         num_blocks=pool_tokens // block_size,
+        typical_seq_len=PROMPT_TOKENS + MAX_TOKENS,  # of each window there are pages for all prompts, also on the host
     )
     activity = Activity(llm)
     params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
