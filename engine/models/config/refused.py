@@ -9,7 +9,7 @@ _CONVOLUTIONAL = "its convolutional layers are of a kind that is not computed"
 _TWO_LATENTS = "each of its layers has two latent attentions, and experts that compute nothing"
 _LATENT = "no test has compared its latent attention with transformers"
 _KIMI_K3 = "its text part is not Kimi Linear: latent attention has gates, layers add earlier ones, and SiTU is for SiLU"
-_INDEXED = "its sparse attention chooses keys by an index of its own, which the KV cache does not hold"
+_SPARSE = "its sparse attention chooses keys in a way of its own, which is not computed"
 _CHUNKED = "its chunked attention is not computed by the attention backends"
 _ENCODER = "it is an encoder, or needs one"
 _OWN_ATTENTION = "its modules do not use transformers' attention interface"
@@ -42,7 +42,7 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
     _LATENT: ("AXK1ForCausalLM",),
     _TWO_LATENTS: ("LongcatFlashForCausalLM",),
     _KIMI_K3: ("KimiK3ForConditionalGeneration",),
-    _INDEXED: (
+    _SPARSE: (
         "AXK2ForCausalLM",
         "DeepseekV4ForCausalLM",
         "Dots3NoteForCausalLM",

@@ -22,7 +22,7 @@ ODD_FORMAT = {"quantization_config": {"quant_method": "of-its-own"}}
 
 RECURRENT, TWO_HALVES = "its recurrent layers are of a kind", "each of its layers has two latent attentions"
 NOT_COMPARED = "it also takes images or sound, and no test has compared its text part"
-INDEXED = "its sparse attention chooses keys by an index"
+INDEXED = "its sparse attention chooses keys in a way of its own"
 NO_CLASS = "transformers has no class of this name, and code of a checkpoint's own is never run"
 
 
