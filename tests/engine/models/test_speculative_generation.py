@@ -28,7 +28,7 @@ from tests.engine.worker.test_tensor_parallel import ThreadRanks
 # Short n-grams, so that random models are guessed at all.
 SPECULATION = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 SETTINGS: list[Setting] = [(True, 16, 4, 0.0), (False, 2048, 1, 0.0)]
-MORE_SETTINGS: list[Setting] = [(True, 2048, 16, 0.002), (False, 16, 256, 0.002)]
+MORE_SETTINGS: list[Setting] = [(True, 2048, 16, 0.002), (False, 16, 64, 0.002)]
 
 
 class DraftCounter:
