@@ -150,7 +150,7 @@ def windows_of(layers: Iterable[LayerCache]) -> tuple[int, ...]:
 
 
 def without_windows(layers: Iterable[LayerCache]) -> tuple[LayerCache, ...]:
-    """Return the declarations for an engine that keeps all keys and values, whatever the layers attend to."""
+    """Return the declarations as if all keys and values were kept; benchmarks and tests compare with them."""
     return tuple(replace(layer, window=None) if isinstance(layer, KeyValue) else layer for layer in layers)
 
 

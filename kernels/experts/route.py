@@ -11,7 +11,7 @@ __all__ = ["Groups", "Scores", "route"]
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Groups of equally many experts, of which a token chooses some before it chooses experts in them.
+    """Groups of equally many experts: a token chooses some of the groups, and then experts in these.
 
     Attributes:
         count: of groups.

@@ -1,4 +1,4 @@
-"""BlockStore: the tier behind a pool of the device. It keeps by name what belongs to published blocks.
+"""BlockStore: the second tier of a pool of the device. It keeps by name what belongs to published blocks.
 
 A page is what one full block has of one kind: its keys and values in the layers that attend to everything, those in the
 layers with one window, or the snapshot of the states after it. Each kind has a store of its own. The name of a page is

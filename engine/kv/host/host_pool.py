@@ -53,7 +53,7 @@ class HostPool(BlockStore):
         """Pages that can be allocated: the free ones, cached or not."""
         return self.pages.num_free
 
-    # --- the tier behind the device -----------------------------------------------------------------------------
+    # --- the second tier of the device's pool -------------------------------------------------------------------
 
     @property
     def names(self) -> Collection[int]:

@@ -20,7 +20,7 @@ GroupScore = Literal["best", "two_best"]
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertGroups:
-    """Groups of experts, of which a token chooses some before it chooses experts in them.
+    """Groups of experts: a token chooses some of the groups, and then experts in these.
 
     Attributes:
         count: of groups, which have equally many experts.

@@ -58,7 +58,7 @@ class IndexShape:
             )
         if config.q_lora_rank is None:
             raise ModelLoadError(
-                "q_lora_rank=None, and an indexer's queries are computed from so many numbers; correct config.json"
+                "q_lora_rank=None, but an indexer's queries come from a latent of that rank; correct config.json"
             )
         interleaves = getattr(config, "indexer_rope_interleave", None)
         if interleaves is not None and interleaves != (rotation == "neighbours"):

@@ -133,7 +133,9 @@ def _mamba2(gguf: GgufFile, fields: Fields) -> dict[str, Any]:
     mamba = _mamba(gguf, fields)
     inner, hidden = fields.integer("ssm.inner_size"), fields.integer("embedding_length")
     if inner % hidden:
-        raise fields.error(f"mamba2.ssm.inner_size={inner} is no multiple of its {hidden} features; download it again")
+        raise fields.error(
+            f"mamba2.ssm.inner_size={inner} is not a multiple of its {hidden} features; download it again"
+        )
     return {
         "architectures": ["Mamba2ForCausalLM"],
         "model_type": "mamba2",

@@ -145,7 +145,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "an odd expansion": (
         "mamba2",
         {"ssm.inner_size": 300, "ssm.time_step_rank": 3, "ssm.state_size": 8, "ssm.conv_kernel": 4},
-        "inner_size=300 is no multiple of its 256 features",
+        "inner_size=300 is not a multiple of its 256 features",
     ),
     "an id": ("qwen2", {"block_count": 10**6}, "qwen2.block_count=1000000 is more than any model has"),
 }
