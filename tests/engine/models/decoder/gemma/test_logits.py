@@ -16,43 +16,26 @@ from torch.nn import functional as F
 
 from engine.errors import ModelLoadError
 from engine.kv.layer_cache import KeyValue, SharedWith
-from engine.models.config.model_config import ModelConfig, load_hf_config
+from engine.models.config.model_config import load_hf_config
 from engine.models.config.weight_scales import WeightScales
 from engine.models.decoder import loader
 from engine.models.decoder.cpu_decoder import CpuDecoder
 from engine.models.decoder.decoder import Decoder
-from engine.models.tensor_parallel import TensorParallel
 from kernels.cpu.library import library
 from kernels.cpu.linear import has_int8
 from kernels.layer_ops.base import LayerCache
 from kernels.layer_ops.torch import TorchOps
 from tests.engine.models.adapter.packed_steps import make_sequences, packed_logits
 from tests.engine.models.adapter.tiny_models import WINDOW
+from tests.engine.models.decoder.changed_models import TOLERANCE, Change, largest_difference, load
 from tests.engine.models.decoder.gemma.conftest import Saved
 from tests.engine.models.decoder.gemma.gemma_families import GEMMA_FAMILIES
 
-TOLERANCE = 1e-5  # of the largest logit of a sequence
 NOT_IN_C = ("gemma-4-26b-a4b",)  # whose experts are beside a dense feed-forward
-Change = Callable[[ModelConfig], ModelConfig]
-
-
-def load(path: str, change: Change | None = None, hf_config: Any = None, **options: Any) -> Any:
-    """Load a model; with ``change``, as if its config said something else."""
-    from_hf = ModelConfig.from_hf
-    with pytest.MonkeyPatch.context() as patched:
-        if change is not None:
-            patched.setattr(ModelConfig, "from_hf", lambda config: change(from_hf(config)))
-        options = {"dtype": torch.float32, "device": torch.device("cpu"), "parallel": TensorParallel()} | options
-        return loader.load_decoder(path, hf_config or load_hf_config(path), max_model_len=64, **options)
 
 
 def largest_error(decoder: Any, saved: Saved) -> float:
-    """Return the largest difference of a logit, relative to the largest logit of its sequence."""
-    computed = packed_logits(decoder, make_sequences())
-    return max(
-        float((got - want).abs().max() / want.abs().max())
-        for got, want in zip(computed, saved.expected_logits, strict=True)
-    )
+    return largest_difference(packed_logits(decoder, make_sequences()), saved.expected_logits)
 
 
 @pytest.fixture

@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from engine.errors import ModelLoadError
 from engine.models.config.model_config import ModelConfig, load_hf_config
+from tests.engine.models.decoder.changed_models import TOLERANCE, load
 from tests.engine.models.decoder.latent.conftest import Saved
 from tests.engine.models.decoder.latent.latent_families import LATENT_FAMILIES, YARN
-from tests.engine.models.decoder.latent.test_logits import TOLERANCE, largest_error, load
+from tests.engine.models.decoder.latent.test_logits import largest_error
 
 
 def copy_with(saved: Saved, path: Path, **fields: Any) -> Path:

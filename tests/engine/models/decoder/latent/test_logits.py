@@ -13,42 +13,24 @@ from typing import Any
 import pytest
 import torch
 
-from engine.models.config.model_config import ModelConfig, load_hf_config
+from engine.models.config.model_config import ModelConfig
 from engine.models.decoder import loader
 from engine.models.decoder.cpu_decoder import CpuDecoder
 from engine.models.decoder.decoder import Decoder
 from engine.models.decoder.experts import SparseMoeBlock
-from engine.models.tensor_parallel import TensorParallel
 from kernels.cpu.library import library
 from kernels.experts.route import Scores
 from kernels.layer_ops.torch import TorchOps
 from tests.engine.models.adapter.packed_steps import packed_logits
+from tests.engine.models.decoder.changed_models import TOLERANCE, Change, largest_difference, load
 from tests.engine.models.decoder.latent.conftest import STEPS, Saved, make_sequences
 from tests.engine.models.decoder.latent.latent_families import LATENT_FAMILIES
 
-TOLERANCE = 1e-5  # of the largest logit of a sequence
 CPU = torch.device("cpu")
-Change = Callable[[ModelConfig], ModelConfig]
-
-
-def load(path: str, change: Change | None = None, *, dtype: torch.dtype = torch.float32) -> Any:
-    """Load a model; with ``change``, as if its config said something else."""
-    from_hf = ModelConfig.from_hf
-    with pytest.MonkeyPatch.context() as patched:
-        if change is not None:
-            patched.setattr(ModelConfig, "from_hf", lambda config: change(from_hf(config)))
-        return loader.load_decoder(
-            path, load_hf_config(path), dtype=dtype, device=CPU, max_model_len=256, parallel=TensorParallel()
-        )
 
 
 def largest_error(decoder: Any, saved: Saved) -> float:
-    """Return the largest difference of a logit, relative to the largest logit of its sequence."""
-    computed = packed_logits(decoder, make_sequences(), steps=STEPS)
-    return max(
-        float((got - want).abs().max() / want.abs().max())
-        for got, want in zip(computed, saved.expected_logits, strict=True)
-    )
+    return largest_difference(packed_logits(decoder, make_sequences(), steps=STEPS), saved.expected_logits)
 
 
 @pytest.mark.parametrize("implementation", [CpuDecoder, Decoder])

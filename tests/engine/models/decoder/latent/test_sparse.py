@@ -21,9 +21,10 @@ from engine.models.decoder import indexer as decoder_indexer
 from engine.models.decoder.decoder import Decoder
 from kernels.attention import indexer
 from kernels.attention.indexer import IndexerInputs
+from tests.engine.models.decoder.changed_models import TOLERANCE, Change, load
 from tests.engine.models.decoder.latent.conftest import Saved
 from tests.engine.models.decoder.latent.test_loading import copy_with
-from tests.engine.models.decoder.latent.test_logits import TOLERANCE, Change, largest_error, load
+from tests.engine.models.decoder.latent.test_logits import largest_error
 
 # --- planted errors -------------------------------------------------------------------------------------------------
 
