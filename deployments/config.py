@@ -25,9 +25,9 @@ from deployments.proxy.limits import ProxyLimits
 from deployments.routing.options import RoutingOptions
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.models.config.architectures import require_proven, require_served
-from engine.models.config.config_json import context_length, num_positions, read_config_json, rope_of
-from engine.models.config.text_parts import text_fields
+from engine.models.config.families.architectures import require_proven, require_served
+from engine.models.config.files.config_json import context_length, num_positions, read_config_json, rope_of
+from engine.models.config.files.text_parts import text_fields
 from engine.models.gguf.file import gguf_name, is_gguf, open_gguf
 from engine.sampling_params import MAX_SEQUENCES
 from engine.text.template_files import PACKAGED_TEMPLATES, find_chat_template

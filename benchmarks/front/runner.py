@@ -12,7 +12,7 @@ from benchmarks.front.step_delays import StepDelays
 from engine.config import EngineConfig, EngineInfo
 from engine.engine import Engine
 from engine.kv.events import KVEventBatch
-from engine.models.config.config_json import read_config_json
+from engine.models.config.files.config_json import read_config_json
 from engine.observability.metrics import MetricSink
 from engine.outputs import StepOutputs
 from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput, StepTimes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.models.config.config_json import read_config_json
+from engine.models.config.files.config_json import read_config_json
 
 __all__ = ["WEIGHT_BYTES", "ModelShape"]
 

@@ -19,7 +19,7 @@ from engine.config import EngineConfig, EngineInfo
 from engine.errors import ConfigError
 from engine.kv.page_maps import HostPageMap
 from engine.kv.pool_sizes import PoolSizes, smallest
-from engine.models.config.generation_defaults import GenerationDefaults
+from engine.models.config.files.generation_defaults import GenerationDefaults
 from engine.outputs import TokenLogprobs
 from engine.sampling.ranking import PendingLogprobs
 from engine.sampling.sampler import NO_TOKEN, Sampler

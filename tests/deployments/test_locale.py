@@ -19,7 +19,7 @@ def test_a_checkpoint_and_a_config_in_utf_8_are_read_in_an_ascii_locale(tmp_path
         json.dumps(config | {"_name_or_path": "Großes Modell 模型"}, ensure_ascii=False), encoding="utf-8"
     )
     program = (
-        "import locale, sys; from engine.models.config.config_json import read_config_json; "
+        "import locale, sys; from engine.models.config.files.config_json import read_config_json; "
         "assert locale.getpreferredencoding(False) == 'ANSI_X3.4-1968'; "
         "print(ascii(read_config_json(sys.argv[1])['_name_or_path']))"
     )

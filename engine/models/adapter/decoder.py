@@ -17,7 +17,7 @@ from torch import nn
 from engine.errors import ModelLoadError
 from engine.kv.layer_cache import KeyValue, LayerCache, SharedWith
 from engine.models.adapter.attention import AttentionCall, attention_by
-from engine.models.config.shape import AttentionShape
+from engine.models.config.model_shape import AttentionShape
 from engine.models.config.transformers_config import TransformersConfig
 from engine.models.decoder.forward_context import ForwardContext
 from engine.models.tensor_parallel import TensorParallel

@@ -30,9 +30,9 @@ from engine.models.checkpoint.shard_index import is_listed, join_shards, read_in
 from engine.models.checkpoint.sharding import Shard
 from engine.models.checkpoint.tensor_files import TensorFiles
 from engine.models.checkpoint.text_part import text_tensors, with_experts_turned
-from engine.models.config.json_file import read_json
-from engine.models.config.other_forms import what_to_give
-from engine.models.config.quantization import read_quantization
+from engine.models.config.files.json_file import read_json
+from engine.models.config.files.other_forms import what_to_give
+from engine.models.config.files.quantization import read_quantization
 from engine.models.gguf.file import is_gguf, open_gguf
 
 __all__ = ["Checkpoint", "open_checkpoint"]

@@ -4,7 +4,7 @@ model.layers.0.mlp.experts.5.gate_proj.weight           Qwen's original checkpoi
 model.layers.0.block_sparse_moe.experts.5.w1.weight     Mixtral's: w1 is the gate, w3 up, w2 down
 model.layers.0.mlp.experts.gate_up_proj                 transformers' modules: [num_experts, gates then ups, inputs]
 
-The same tensors have other names in other families, which stored_names.py translates.
+The same tensors have other names in other families, which config/families/stored_names.py translates.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Mapping, Sequence
 
 from engine.models.checkpoint.sharding import Shard
+from engine.models.config.families.stored_names import stored_name
 from engine.models.config.model_config import ModelConfig
-from engine.models.config.stored_names import stored_name
 
 __all__ = ["expert_parts", "stored_block", "unstack"]
 

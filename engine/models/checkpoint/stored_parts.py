@@ -12,12 +12,12 @@ from itertools import accumulate
 from engine.models.checkpoint.checkpoint import Checkpoint
 from engine.models.checkpoint.expert_weights import expert_parts, stored_block
 from engine.models.checkpoint.sharding import Shard, layer_of, shard_of
-from engine.models.config.mixers import RecurrentShape
+from engine.models.config.families.stored_names import stored_name
 from engine.models.config.model_config import ModelConfig
-from engine.models.config.recurrent.conv_shape import ConvShape
-from engine.models.config.recurrent.gated_delta_shape import GatedDeltaShape
-from engine.models.config.recurrent.kimi_delta_shape import KimiDeltaShape
-from engine.models.config.stored_names import stored_name
+from engine.models.config.shapes.mixers import RecurrentShape
+from engine.models.config.shapes.recurrent.gated_delta import GatedDeltaShape
+from engine.models.config.shapes.recurrent.kimi_delta import KimiDeltaShape
+from engine.models.config.shapes.recurrent.short_conv import ConvShape
 
 __all__ = ["EMBEDDING", "HEAD", "LAYER_EMBEDDING", "Part", "stored_parts", "stored_with_prefix", "unread"]
 

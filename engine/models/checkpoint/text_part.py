@@ -16,8 +16,8 @@ from engine.errors import ModelLoadError
 from engine.models.checkpoint.formats.table import Entry
 from engine.models.checkpoint.safetensors_header import StoredTensor
 from engine.models.checkpoint.transposed_weight import transposed
-from engine.models.config.architectures import ALIASES
-from engine.models.config.text_parts import MULTIMODAL
+from engine.models.config.families.architectures import ALIASES
+from engine.models.config.files.text_parts import MULTIMODAL
 
 __all__ = ["text_tensors", "with_experts_turned"]
 

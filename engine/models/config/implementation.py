@@ -6,10 +6,10 @@ import logging
 from typing import Any
 
 from engine.errors import UnsupportedModelError
-from engine.models.config.architectures import PROVEN
-from engine.models.config.families import ARCHITECTURES
+from engine.models.config.families.architectures import PROVEN
+from engine.models.config.families.table import ARCHITECTURES
 from engine.models.config.model_config import ModelConfig
-from engine.models.config.shape import ModelShape
+from engine.models.config.model_shape import ModelShape
 from engine.models.config.transformers_config import TransformersConfig
 
 __all__ = ["read_shape"]

@@ -1,7 +1,7 @@
 """ModelConfig: what a checkpoint's config.json says, reduced to what the decoder needs.
 
-transformers' AutoConfig reads all but the plainest config files (see without_transformers.py), as it knows their many
-spellings. This module checks the result, reduces it to typed fields, and rejects what the decoder would compute
+transformers' AutoConfig reads all but the plainest config files (see files/without_transformers.py), as it knows their
+many spellings. This module checks the result, reduces it to typed fields, and rejects what the decoder would compute
 wrongly. It does not touch weights.
 """
 
@@ -16,24 +16,24 @@ import torch
 
 from engine.errors import ModelLoadError, UnsupportedModelError, shown
 from engine.kv.layer_cache import KeyValue, LayerCache, SharedWith
-from engine.models.config.architectures import MODEL_TYPES, PROVEN
-from engine.models.config.config_json import num_positions, read_config_json
-from engine.models.config.dense import dense_activation, intermediate_size, per_layer_width
-from engine.models.config.divided import divided
-from engine.models.config.experts_shape import ExpertsShape
-from engine.models.config.factors import attention_options, read_factors
-from engine.models.config.families import ARCHITECTURES, Family, NormPlacement, QKNorm
-from engine.models.config.heads import KVHeads, LayerHeads, require_usual_layers, with_usual_heads
-from engine.models.config.json_file import read_json
-from engine.models.config.latent_shape import LatentShape
-from engine.models.config.limits import read_count, require_integer
-from engine.models.config.mixers import Mixer, RecurrentShape, layer_types, read_mixers, read_recurrent
-from engine.models.config.rope_config import RopeConfig, check_longrope_length
-from engine.models.config.rounded import rounded
-from engine.models.config.shape import AttentionShape, ModelShape, attends_causally
-from engine.models.config.text_parts import text_config, text_fields
-from engine.models.config.weight_scales import WeightScales
-from engine.models.config.without_transformers import plain_config
+from engine.models.config.families.architectures import MODEL_TYPES, PROVEN
+from engine.models.config.families.table import ARCHITECTURES, Family, NormPlacement, QKNorm
+from engine.models.config.files.config_json import num_positions, read_config_json
+from engine.models.config.files.json_file import read_json
+from engine.models.config.files.text_parts import text_config, text_fields
+from engine.models.config.files.without_transformers import plain_config
+from engine.models.config.model_shape import AttentionShape, ModelShape, attends_causally
+from engine.models.config.shapes.dense import dense_activation, intermediate_size, per_layer_width
+from engine.models.config.shapes.experts import ExpertsShape
+from engine.models.config.shapes.factors import attention_options, read_factors
+from engine.models.config.shapes.heads import KVHeads, LayerHeads, require_usual_layers, with_usual_heads
+from engine.models.config.shapes.latent import LatentShape
+from engine.models.config.shapes.mixers import Mixer, RecurrentShape, layer_types, read_mixers, read_recurrent
+from engine.models.config.shapes.rope import RopeConfig, check_longrope_length
+from engine.models.config.shapes.weight_scales import WeightScales
+from engine.models.config.values.divided import divided
+from engine.models.config.values.limits import read_count, require_integer
+from engine.models.config.values.rounded import rounded
 from engine.models.gguf.file import is_gguf
 from kernels.layer_ops.base import Activation
 

@@ -13,11 +13,11 @@ from typing import Any, Self
 import torch
 
 from engine.errors import ConfigError, ModelLoadError, shown
-from engine.models.config.architectures import TENSOR_PARALLEL, WITH_SINKS, WITH_VALUE_DIMS, require_proven
-from engine.models.config.config_json import num_positions
-from engine.models.config.limits import require_integer
-from engine.models.config.rope_config import check_longrope_length, longrope_length
-from engine.models.config.shape import ModelShape, attends_causally
+from engine.models.config.families.architectures import TENSOR_PARALLEL, WITH_SINKS, WITH_VALUE_DIMS, require_proven
+from engine.models.config.files.config_json import num_positions
+from engine.models.config.model_shape import ModelShape, attends_causally
+from engine.models.config.shapes.rope import check_longrope_length, longrope_length
+from engine.models.config.values.limits import require_integer
 
 __all__ = ["TransformersConfig"]
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from engine.models.config.model_config import ModelConfig
-from engine.models.config.rounded import rounded
+from engine.models.config.values.rounded import rounded
 from engine.models.decoder.parallel_layers import VocabParallelEmbedding
 from engine.models.tensor_parallel import TensorParallel
 from kernels.cpu.gather import gather_rows

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from engine.models.config.experts_shape import ExpertsShape
-from engine.models.config.latent_shape import LatentShape
-from engine.models.config.mixers import RecurrentShape
 from engine.models.config.model_config import ModelConfig
-from engine.models.config.recurrent.conv_shape import ConvShape
-from engine.models.config.recurrent.gated_delta_shape import GatedDeltaShape
-from engine.models.config.recurrent.kimi_delta_shape import KimiDeltaShape
-from engine.models.config.recurrent.mamba_shape import MambaShape
+from engine.models.config.shapes.experts import ExpertsShape
+from engine.models.config.shapes.latent import LatentShape
+from engine.models.config.shapes.mixers import RecurrentShape
+from engine.models.config.shapes.recurrent.gated_delta import GatedDeltaShape
+from engine.models.config.shapes.recurrent.kimi_delta import KimiDeltaShape
+from engine.models.config.shapes.recurrent.mamba import MambaShape
+from engine.models.config.shapes.recurrent.short_conv import ConvShape
 from kernels.cpu.experts import ExpertSizes, PackedExperts
 from kernels.cpu.latent import LatentSizes, PackedLatent
 from kernels.cpu.layer import LayerShape, PackedLayer

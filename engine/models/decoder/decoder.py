@@ -1,4 +1,4 @@
-"""The decoder: one config-driven model for the checkpoints of all families in families.py.
+"""The decoder: one config-driven model for the checkpoints of all families in config/families/table.py.
 
 Tokens are packed: the tokens of all sequences of a step are one tensor, ``[num_tokens, hidden_size]``. Only attention
 and recurrent layers distinguish sequences, through the step's ForwardContext. Linear layers that read the same input

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from engine.models.config.experts_shape import ExpertsShape
+from engine.models.config.shapes.experts import ExpertsShape
 from engine.models.tensor_parallel import TensorParallel
 from kernels.experts.experts import routed_experts
 from kernels.experts.route import Groups, Scores

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from engine.models.config.latent_shape import LatentShape, QueryGrowth
 from engine.models.config.model_config import ModelConfig
+from engine.models.config.shapes.latent import LatentShape, QueryGrowth
 from engine.models.decoder.forward_context import ForwardContext
 from engine.models.decoder.indexer import Indexer
 from engine.models.decoder.parallel_layers import RowParallelLinear

@@ -13,7 +13,7 @@ import torch
 
 from engine.errors import ConfigError, ModelLoadError
 from engine.models.checkpoint.finite import is_finite
-from engine.models.config.rope_config import RopeConfig, rope_parameters
+from engine.models.config.shapes.rope import RopeConfig, rope_parameters
 
 __all__ = ["rope_tables"]
 

@@ -11,12 +11,12 @@ import pytest
 from engine.errors import ConfigError, ModelLoadError
 from engine.models.config.implementation import read_shape
 from engine.models.config.model_config import ModelConfig, load_hf_config
-from engine.models.config.shape import ModelShape
+from engine.models.config.model_shape import ModelShape
 from engine.models.config.transformers_config import TransformersConfig
 from tests.engine.checkpoints import save_checkpoint
 from tests.engine.models.adapter.tiny_models import build_model
 from tests.engine.models.checkpoint.damaged_checkpoints import generate
-from tests.engine.models.config.published_configs import PHI3_5_MINI, PHI3_5_MOE, PHI3_MINI, PHI4_MINI
+from tests.engine.models.config.files.published_configs import PHI3_5_MINI, PHI3_5_MOE, PHI3_MINI, PHI4_MINI
 
 EVIL = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}
 

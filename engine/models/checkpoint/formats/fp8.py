@@ -20,7 +20,7 @@ import torch
 
 from engine.models.checkpoint.formats.module_tensors import ModuleTensors
 from engine.models.checkpoint.packed_weight import PackedWeight
-from engine.models.config.quantization import Quantization
+from engine.models.config.files.quantization import Quantization
 from kernels.dequant.fp8 import dequantise_fp8
 
 __all__ = ["Fp8Weight", "fp8_weights"]

@@ -21,7 +21,7 @@ import torch
 from engine.models.checkpoint.formats.groups import group_size_of, sizes_in
 from engine.models.checkpoint.formats.module_tensors import ModuleTensors
 from engine.models.checkpoint.packed_weight import PackedWeight
-from engine.models.config.quantization import Quantization
+from engine.models.config.files.quantization import Quantization
 from kernels.dequant.integers import (
     dequantise_awq,
     dequantise_ordered,

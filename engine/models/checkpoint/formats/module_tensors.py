@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from engine.errors import ModelLoadError
 from engine.models.checkpoint.safetensors_header import StoredTensor
-from engine.models.config.quantization import Quantization
+from engine.models.config.files.quantization import Quantization
 
 __all__ = ["ModuleTensors", "modules_of"]
 

@@ -1,7 +1,7 @@
 """group_weights: the entries of a checkpoint, with the tensors of each quantised weight as one. The table of formats.
 
 A new format is a file of this folder and its line in FORMATS; its name in config files is a line of METHODS in
-config/quantization.py.
+config/files/quantization.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from engine.models.checkpoint.formats.mlx import mlx_weights
 from engine.models.checkpoint.formats.module_tensors import ModuleTensors, modules_of
 from engine.models.checkpoint.packed_weight import PackedWeight
 from engine.models.checkpoint.safetensors_header import StoredTensor
-from engine.models.config.quantization import Quantization
+from engine.models.config.files.quantization import Quantization
 
 __all__ = ["FORMATS", "Entry", "group_weights"]
 

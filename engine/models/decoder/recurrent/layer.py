@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from engine.models.config.model_config import ModelConfig
-from engine.models.config.recurrent.conv_shape import ConvShape
-from engine.models.config.recurrent.gated_delta_shape import GatedDeltaShape
-from engine.models.config.recurrent.kimi_delta_shape import KimiDeltaShape
+from engine.models.config.shapes.recurrent.gated_delta import GatedDeltaShape
+from engine.models.config.shapes.recurrent.kimi_delta import KimiDeltaShape
+from engine.models.config.shapes.recurrent.short_conv import ConvShape
 from engine.models.decoder.recurrent.gated_delta import GatedDeltaNet
 from engine.models.decoder.recurrent.kimi_delta import KimiDeltaAttention
 from engine.models.decoder.recurrent.mamba import Mamba

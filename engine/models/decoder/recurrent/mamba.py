@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from engine.models.config.recurrent.mamba_shape import MambaShape
+from engine.models.config.shapes.recurrent.mamba import MambaShape
 from engine.models.decoder.forward_context import ForwardContext
 from engine.models.decoder.parallel_layers import RowParallelLinear
 from engine.models.decoder.recurrent.causal_conv import CausalConv

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from engine.models.config.recurrent.conv_shape import ConvShape
+from engine.models.config.shapes.recurrent.short_conv import ConvShape
 from engine.models.decoder.forward_context import ForwardContext
 from engine.models.decoder.parallel_layers import RowParallelLinear
 from engine.models.decoder.recurrent.causal_conv import CausalConv

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from engine.models.config.architectures import ALIASES, PROVEN, TENSOR_PARALLEL
-from engine.models.config.families import ARCHITECTURES
-from engine.models.config.refused import REFUSED, REFUSED_TEXT_PARTS
-from engine.models.config.text_parts import TEXT_ARCHITECTURES
+from engine.models.config.families.architectures import ALIASES, PROVEN, TENSOR_PARALLEL
+from engine.models.config.families.refused import REFUSED, REFUSED_TEXT_PARTS
+from engine.models.config.families.table import ARCHITECTURES
+from engine.models.config.files.text_parts import TEXT_ARCHITECTURES
 from tests.engine.models.config.test_refused_checkpoints import PUBLISHED as REFUSED_CHECKPOINTS
 from tests.engine.models.gguf.converted import ARCHITECTURES as GGUF_MODELS
 from tests.engine.models.multimodal.tiny_checkpoints import COMPARED_APART, TINY

@@ -10,10 +10,10 @@ from typing import Any
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from engine.models.config.architectures import TENSOR_PARALLEL, WITH_SINKS
-from engine.models.config.families import ARCHITECTURES
-from engine.models.config.refused import CONDITIONAL, NOT_TEXT_ONLY, REFUSED, REFUSED_TEXT_PARTS
-from engine.models.config.text_parts import TEXT_ARCHITECTURES
+from engine.models.config.families.architectures import TENSOR_PARALLEL, WITH_SINKS
+from engine.models.config.families.refused import CONDITIONAL, NOT_TEXT_ONLY, REFUSED, REFUSED_TEXT_PARTS
+from engine.models.config.families.table import ARCHITECTURES
+from engine.models.config.files.text_parts import TEXT_ARCHITECTURES
 from engine.text.gguf_words import WORDS
 from kernels.dequant.gguf_types import GGUF_TYPES
 from tests.engine.checkpoints import EXPERT_FAMILIES, FAMILIES

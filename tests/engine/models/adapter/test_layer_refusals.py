@@ -13,9 +13,9 @@ from transformers.masking_utils import chunked_causal_mask_function, sliding_win
 from engine.errors import ModelLoadError
 from engine.models.adapter import attention as attention_module
 from engine.models.adapter.decoder import TransformersDecoder
-from engine.models.config import architectures as architectures_module
 from engine.models.config import transformers_config as config_module
-from engine.models.config.architectures import PROVEN
+from engine.models.config.families import architectures as architectures_module
+from engine.models.config.families.architectures import PROVEN
 from tests.engine.checkpoints import save_checkpoint
 from tests.engine.models.adapter.conftest import Zoo, load
 from tests.engine.models.adapter.tiny_models import TINY_MODELS, build_model

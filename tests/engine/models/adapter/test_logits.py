@@ -15,7 +15,7 @@ import torch
 
 from engine.models.adapter import decoder as decoder_module
 from engine.models.adapter.attention import AttentionCall
-from engine.models.config.architectures import PROVEN, WITH_SINKS
+from engine.models.config.families.architectures import PROVEN, WITH_SINKS
 from engine.models.decoder.forward_context import ForwardContext
 from tests.engine.models.adapter.conftest import Inhabitant, Zoo, settle
 from tests.engine.models.adapter.packed_steps import make_sequences, packed_logits

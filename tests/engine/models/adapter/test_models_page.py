@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from engine.models.config.architectures import PROVEN
-from engine.models.config.families import ARCHITECTURES
-from engine.models.config.refused import REFUSED
+from engine.models.config.families.architectures import PROVEN
+from engine.models.config.families.refused import REFUSED
+from engine.models.config.families.table import ARCHITECTURES
 from tests.engine.models.adapter.checkpoints_by_name import REFUSED_CHECKPOINTS, TEXT_CHECKPOINTS, TINY, by_name
 from tests.engine.models.adapter.models_page import PAGE, own_models, render
 

@@ -12,7 +12,7 @@ from engine.kv.layer_cache import KeyValue
 from engine.llm import LLM
 from engine.models.adapter.decoder import TransformersDecoder
 from engine.models.adapter.parallel import ParallelPlan
-from engine.models.config.architectures import TENSOR_PARALLEL
+from engine.models.config.families.architectures import TENSOR_PARALLEL
 from engine.models.tensor_parallel import TensorParallel
 from tests.engine.models.adapter.conftest import Zoo, settle
 from tests.engine.models.adapter.tiny_models import VOCAB_SIZE, build_model

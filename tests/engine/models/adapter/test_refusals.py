@@ -19,12 +19,12 @@ from transformers.models.auto import modeling_auto
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelLoadError
 from engine.models.adapter.loader import load_transformers_decoder
-from engine.models.config.architectures import PROVEN, require_proven
-from engine.models.config.families import ARCHITECTURES
+from engine.models.config.families.architectures import PROVEN, require_proven
+from engine.models.config.families.refused import REFUSED, UNKNOWN
+from engine.models.config.families.table import ARCHITECTURES
+from engine.models.config.files.text_parts import MULTIMODAL
 from engine.models.config.implementation import read_shape
 from engine.models.config.model_config import ModelConfig, load_hf_config
-from engine.models.config.refused import REFUSED, UNKNOWN
-from engine.models.config.text_parts import MULTIMODAL
 from engine.models.config.transformers_config import TransformersConfig
 from engine.models.tensor_parallel import TensorParallel
 from engine.worker.model_worker import ModelWorker

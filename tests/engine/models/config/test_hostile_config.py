@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING
 
 from engine.errors import ModelLoadError, PagodaError, PromptTooLongError
-from engine.models.config.limits import require_plausible
+from engine.models.config.values.limits import require_plausible
 from tests.engine.models.adapter.tiny_models import TINY_MODELS
 from tests.engine.models.checkpoint.damaged_checkpoints import Workshop, generate
 

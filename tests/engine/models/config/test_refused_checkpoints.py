@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from deployments.config import AppConfig
 from engine.errors import ConfigError, ModelLoadError
 from engine.models.checkpoint.checkpoint import open_checkpoint
-from engine.models.config.config_json import read_config_json
+from engine.models.config.files.config_json import read_config_json
 from engine.models.config.model_config import load_hf_config
 
 OWN_CODE = {"auto_map": {"AutoConfig": "configuration.Config"}}

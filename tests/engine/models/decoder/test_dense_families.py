@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from engine.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from engine.llm import LLM
 from engine.models.config.model_config import ModelConfig, load_hf_config
-from engine.models.config.rope_config import RopeConfig
+from engine.models.config.shapes.rope import RopeConfig
 from engine.models.decoder import loader
 from engine.models.decoder.cpu_decoder import CpuDecoder
 from engine.models.decoder.decoder import Decoder

@@ -13,13 +13,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from deployments.config import AppConfig
 from engine.errors import ConfigError, ModelLoadError
-from engine.models.config.architectures import PROVEN
-from engine.models.config.families import ARCHITECTURES
-from engine.models.config.generation_defaults import GenerationDefaults
+from engine.models.config.families.architectures import PROVEN
+from engine.models.config.families.table import ARCHITECTURES
+from engine.models.config.files.generation_defaults import GenerationDefaults
+from engine.models.config.files.text_parts import MULTIMODAL, TEXT_ARCHITECTURES
 from engine.models.config.implementation import read_shape
 from engine.models.config.model_config import ModelConfig, load_hf_config
-from engine.models.config.shape import attends_causally
-from engine.models.config.text_parts import MULTIMODAL, TEXT_ARCHITECTURES
+from engine.models.config.model_shape import attends_causally
 from engine.models.config.transformers_config import TransformersConfig
 from tests.engine.models.multimodal.tiny_checkpoints import TINY
 

@@ -9,9 +9,9 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
-from engine.models.config.architectures import MODEL_TYPES, PROVEN
-from engine.models.config.families import ARCHITECTURES, Family
-from engine.models.config.text_parts import TEXT_ARCHITECTURES
+from engine.models.config.families.architectures import MODEL_TYPES, PROVEN
+from engine.models.config.families.table import ARCHITECTURES, Family
+from engine.models.config.files.text_parts import TEXT_ARCHITECTURES
 from tests.engine.models.adapter.tiny_models import VOCAB_SIZE, WINDOW
 
 TEXT: dict[str, Any] = {

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from engine.errors import ModelLoadError
 from engine.kv.layer_cache import KeyValue, SharedWith
 from engine.models.config.model_config import load_hf_config
-from engine.models.config.weight_scales import WeightScales
+from engine.models.config.shapes.weight_scales import WeightScales
 from engine.models.decoder import loader
 from engine.models.decoder.cpu_decoder import CpuDecoder
 from engine.models.decoder.decoder import Decoder

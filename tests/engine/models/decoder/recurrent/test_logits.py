@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from engine.models.config.weight_scales import WeightScales
+from engine.models.config.shapes.weight_scales import WeightScales
 from engine.models.decoder import loader
 from engine.models.decoder.cpu_decoder import CpuDecoder
 from engine.models.decoder.decoder import Decoder
