@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from deployments.api.call_ids import NewId
 from deployments.api.json_response import encode_json
+from deployments.parsers.call_ids import NewId
 from deployments.parsers.events import CallArguments, CallStart, Content, Event, Reasoning
 
 __all__ = ["BlockEvents", "content_blocks", "encode_event"]

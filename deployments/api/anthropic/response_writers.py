@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from deployments.api.anthropic.content import BlockEvents, content_blocks, encode_event
-from deployments.api.call_ids import RANDOM_IDS, NewId
 from deployments.api.error_responses import error_body
 from deployments.api.openai.answer_formats import AnswerFormat
 from deployments.api.openai.protocol import ChatRequest
 from deployments.api.writers import Answer, ResponseHead, Usage
 from deployments.errors import ApiError
 from deployments.parsers.answer_parser import AnswerParser
+from deployments.parsers.call_ids import RANDOM_IDS, NewId
 from deployments.parsers.events import Content, Event
 from deployments.requests.generation import Delta, Generation
 from engine.outputs import FinishReason

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
-from deployments.api.call_ids import RANDOM_IDS, CallIds
 from deployments.api.openai.protocol import ChatRequest
 from deployments.api.openai.tool_grammar import parameters_of, strict_calls
 from deployments.api.openai.tools import NamedChoice
 from deployments.parsers.answer_parser import AnswerParser
+from deployments.parsers.call_ids import RANDOM_IDS, CallIds
 from deployments.parsers.families.forced import named_call, required_calls
 from deployments.parsers.reader import Family
 from deployments.parsers.reasoning_tokens import ReasoningTokens

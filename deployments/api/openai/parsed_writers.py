@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from deployments.api.call_ids import NewId
 from deployments.api.openai.answer_formats import AnswerFormat
 from deployments.api.openai.chunks import ChunkWriter, encode_event
 from deployments.api.openai.protocol import GenerationRequest
 from deployments.api.openai.response_writers import ChatWriter
 from deployments.api.writers import Answer, ResponseHead
 from deployments.parsers.answer_parser import AnswerParser
+from deployments.parsers.call_ids import NewId
 from deployments.parsers.events import CallArguments, CallStart, Content, Event, Reasoning
 from deployments.parsers.reasoning_tokens import ReasoningTokens
 from deployments.requests.generation import Delta, Generation

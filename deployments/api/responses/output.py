@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
-from deployments.api.call_ids import RANDOM_IDS
 from deployments.api.openai.answer_formats import AnswerFormat
 from deployments.api.responses.output_items import CallItem, MessageItem, OutputItem, ReasoningItem, StreamEvent
+from deployments.parsers.call_ids import RANDOM_IDS
 from deployments.parsers.events import CallArguments, CallStart, Content, Event, Reasoning
 from deployments.parsers.reasoning_tokens import ReasoningTokens
 from engine.outputs import TokenLogprobs
