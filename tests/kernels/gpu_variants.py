@@ -17,7 +17,7 @@ import torch
 from engine.models.decoder.latent_attention import LatentNorm
 from engine.worker.warm_up_steps import one_sequence
 from kernels.attention.base import AttentionInputs, StepLimits
-from kernels.attention.indexer import IndexerInputs
+from kernels.attention.indexer_inputs import IndexerInputs
 from kernels.attention.triton.backend import TritonBackend
 from kernels.attention.triton.indexer import topk_slots_triton
 from kernels.attention_metadata import AttentionMetadata

@@ -8,7 +8,8 @@ from torch.nn import functional as F
 
 from engine.models.config.model_config import ModelConfig
 from engine.models.decoder.forward_context import ForwardContext
-from kernels.attention.indexer import IndexerInputs, topk_slots
+from kernels.attention.indexer import topk_slots
+from kernels.attention.indexer_inputs import IndexerInputs
 from kernels.cache.store_kvcache import store_kvcache
 from kernels.layer_ops.base import Rotation
 from kernels.layer_ops.torch import rotate_heads

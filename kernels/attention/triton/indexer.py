@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.attention.indexer import IndexerInputs
+from kernels.attention.indexer_inputs import IndexerInputs
 from kernels.attention_metadata import AttentionMetadata
 
 __all__ = ["choose_kernel", "index_scores_kernel", "topk_slots_triton"]

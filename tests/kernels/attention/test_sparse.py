@@ -13,7 +13,8 @@ import torch
 from kernels.attention import reference
 from kernels.attention.base import AttentionInputs
 from kernels.attention.cpu_backend import CpuBackend
-from kernels.attention.indexer import IndexerInputs, topk_slots, topk_slots_torch
+from kernels.attention.indexer import topk_slots, topk_slots_torch
+from kernels.attention.indexer_inputs import IndexerInputs
 from kernels.cpu.library import library, set_num_threads
 from tests.kernels.attention.paged_batches import (
     BATCHES,

@@ -20,7 +20,7 @@ from engine.models.config.model_config import ModelConfig, load_hf_config
 from engine.models.decoder import indexer as decoder_indexer
 from engine.models.decoder.decoder import Decoder
 from kernels.attention import indexer
-from kernels.attention.indexer import IndexerInputs
+from kernels.attention.indexer_inputs import IndexerInputs
 from tests.engine.models.decoder.changed_models import TOLERANCE, Change, load
 from tests.engine.models.decoder.latent.conftest import Saved
 from tests.engine.models.decoder.latent.test_loading import copy_with
