@@ -23,11 +23,15 @@ class SavedModel:
 
 
 IN_MAKE_TEST = ("mistral", "qwen3")  # with a window, and with norms of the heads
+MARKS = {
+    "qwen2": pytest.mark.long,
+    "llama": pytest.mark.exhaustive("Mistral's layers without the window; qwen2 and qwen3 have none either"),
+}
 
 
 @pytest.fixture(
     scope="session",
-    params=[pytest.param(name, marks=() if name in IN_MAKE_TEST else pytest.mark.long) for name in sorted(FAMILIES)],
+    params=[pytest.param(name, marks=() if name in IN_MAKE_TEST else MARKS[name]) for name in sorted(FAMILIES)],
 )
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SavedModel:
     """Each of the four families in turn; `make test` runs two of them."""

@@ -19,8 +19,14 @@ from tests.engine.shadow import check_integrity
 
 
 def make_llm(path: str, **options: Any) -> LLM:
-    """Return an engine whose batches depend on nothing that is measured."""
+    """Return an engine whose batches depend on nothing that is measured.
+
+    Its KV cache is small unless ``options`` say otherwise: what memory allows for a tiny model is a million blocks,
+    which the checks of each step would walk.
+    """
     fixed = {"dtype": "float32", "device": "cpu", "skip_tokenizer_init": True, "max_decode_slowdown": None}
+    if "num_blocks" not in options:
+        fixed["kv_cache_memory"] = "4MiB"
     return LLM(path, **fixed | options)
 
 

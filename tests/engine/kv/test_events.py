@@ -231,7 +231,7 @@ def test_without_states_no_event_speaks_of_them() -> None:
     assert events == {BlockStored, BlockRemoved}
 
 
-@pytest.mark.parametrize("num_host_blocks", [3, pytest.param(8, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_host_blocks", [3, pytest.param(8, marks=pytest.mark.exhaustive("a larger host"))])
 def test_the_host_keeps_what_can_be_hit_when_steps_evict_more_than_it_has_room_for(
     monkeypatch: pytest.MonkeyPatch, num_host_blocks: int
 ) -> None:

@@ -118,7 +118,7 @@ FURTHER = pytest.mark.exhaustive("a further model; CI loads tied weights, and ex
         pytest.param("qwen3", {"tie_word_embeddings": False}, "pagoda", "CpuDecoder", marks=FURTHER),
         pytest.param("qwen3_moe", EXPERTS, "pagoda", "CpuDecoder", marks=pytest.mark.long),
         pytest.param("qwen3", {"tie_word_embeddings": False}, "transformers", "TransformersDecoder", marks=FURTHER),
-        ("qwen3_moe", EXPERTS, "transformers", "TransformersDecoder"),
+        pytest.param("qwen3_moe", EXPERTS, "transformers", "TransformersDecoder", marks=pytest.mark.long),
     ],
     ids=lambda value: str(value) if isinstance(value, str) else "tied" if value["tie_word_embeddings"] else "untied",
 )

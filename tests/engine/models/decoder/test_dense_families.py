@@ -238,8 +238,13 @@ def test_greedy_tokens_equal_transformers(saved: Callable[[str], Saved], name: s
             assert activity.num_recomputed
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", DENSE_FAMILIES)
+IN_CI = ("smollm3-windows", "gemma3")
+SWEEP = pytest.mark.exhaustive("24 settings of every family; CI runs one with windows, and one with all norms")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name in IN_CI else SWEEP) for name in DENSE_FAMILIES]
+)
 def test_greedy_tokens_in_every_setting(saved: Callable[[str], Saved], name: str, decoder_type: type[Any]) -> None:
     expected = greedy_answers.oracle(saved(name).model, greedy_answers.make_prompts())
     for setting in greedy_answers.SETTINGS:

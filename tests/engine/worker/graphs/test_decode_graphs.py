@@ -37,7 +37,12 @@ def test_the_sizes_end_with_max_num_seqs(max_num_seqs: int, sizes: list[int]) ->
 
 
 FEW_FAMILIES = ["mistral"]  # in `make test`: with a window
-MORE_FAMILIES = [pytest.param(name, marks=pytest.mark.long) for name in FAMILIES if name not in FEW_FAMILIES]
+FURTHER = pytest.mark.exhaustive("layers that differ only outside of attention and the cache")
+MORE_FAMILIES = [
+    pytest.param(name, marks=pytest.mark.long if name == "qwen3" else FURTHER)
+    for name in FAMILIES
+    if name not in FEW_FAMILIES
+]
 
 
 @pytest.mark.parametrize("family", [*FEW_FAMILIES, *MORE_FAMILIES], indirect=True)

@@ -6,7 +6,7 @@ The keys name the published models whose features they have.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -184,15 +184,18 @@ RECURRENT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 _NOT_GENERATED = ("bamba-limits", "olmo-hybrid-rope", "kimi-linear-groups")
 GENERATED = [name for name in RECURRENT_FAMILIES if name not in _NOT_GENERATED]
 
+FURTHER = pytest.mark.exhaustive("further families with the same kinds of states; CI runs one of each kind")
 
-def few(*names: str) -> list[Any]:
-    """Return GENERATED as parameters of a test; all but ``names`` are left to the long tests."""
-    return [name if name in names else pytest.param(name, marks=pytest.mark.long) for name in GENERATED]
+
+def few(*names: str, long: Collection[str] = GENERATED) -> list[Any]:
+    """Return GENERATED as parameters of a test: ``names`` for `make test`, those of ``long`` for CI's long tests."""
+    marks = {name: [pytest.mark.long if name in long else FURTHER] for name in GENERATED if name not in names}
+    return [pytest.param(name, marks=marks.get(name, [])) for name in GENERATED]
 
 
 def sweep(*names: str) -> list[Any]:
     """Return GENERATED as parameters of a long test, which CI runs for ``names`` only."""
-    all_others = pytest.mark.exhaustive("24 settings of every family; CI runs three")
+    all_others = pytest.mark.exhaustive("24 settings of every family; CI runs two")
     return [pytest.param(name, marks=pytest.mark.long if name in names else all_others) for name in GENERATED]
 
 
