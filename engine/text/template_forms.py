@@ -15,6 +15,7 @@ _Message: TypeAlias = dict[str, Any]
 _SEPARATOR = "\n\n"  # between texts that are joined
 _NAMES = ("first_probe", "second_probe")
 _TEXTS = ("the reasoning probe", "the content probe", "the system probe")
+_ARGUMENTS: tuple[Any, Any] = ({"key": "value"}, '{"key": "value"}')  # as a mapping, and as text
 
 
 class TemplateForms:
@@ -40,10 +41,10 @@ class TemplateForms:
 
         A template that takes text either fails with a mapping, or writes it as Python does.
         """
-        rendered = self._rendered([_call("call_000", "f", {"key": "value"})])
-        if rendered is not None:
-            return "'key'" in rendered
-        return "key" in (self._rendered([_call("call_000", "f", '{"key": "value"}')]) or "")
+        as_mapping, as_text = (
+            self._rendered([_call("call_000", "f", arguments, self._no_content)]) for arguments in _ARGUMENTS
+        )
+        return "'key'" in as_mapping if as_mapping is not None else "key" in (as_text or "")
 
     def adapted(self, messages: Sequence[_Message]) -> Sequence[_Message]:
         """Return messages in the forms that the template takes.
@@ -58,6 +59,8 @@ class TemplateForms:
             messages = [_with_joined_reasoning(message) if _has_both(message) else message for message in messages]
         if any(map(_has_parallel_calls, messages)) and not self._takes_parallel_calls:
             messages = _with_single_calls(messages)
+        if self._no_content is None:
+            messages = [part for message in messages for part in _with_calls_apart(message)]
         return [_in_parts(message) for message in messages] if self._needs_parts else messages
 
     def _without_late(self, messages: Sequence[_Message], late: Sequence[int]) -> Sequence[_Message]:
@@ -84,6 +87,15 @@ class TemplateForms:
         return _TEXTS[2] in (self._rendered([{"role": "assistant", "content": "b"}, system, user]) or "")
 
     @cached_property
+    def _no_content(self) -> str | None:
+        """What a message with calls alone has as content: None for a template that leaves out calls beside any text."""
+        for content in ("", None):
+            for arguments in _ARGUMENTS:
+                if _NAMES[0] in (self._rendered([_call("call_000", _NAMES[0], arguments, content)]) or ""):
+                    return content
+        return ""
+
+    @cached_property
     def _takes_reasoning_with_content(self) -> bool:
         reasoning, content, _ = _TEXTS
         message = self._called(_NAMES[:1])
@@ -99,9 +111,9 @@ class TemplateForms:
         return both is not None and all(name in both for name in _NAMES)
 
     def _called(self, names: Sequence[str]) -> _Message:
-        arguments = '{"key": "value"}' if self.arguments_as_text else {"key": "value"}
-        calls = [_call(f"{index:09}", name, arguments)["tool_calls"][0] for index, name in enumerate(names)]
-        return {"role": "assistant", "content": "", "tool_calls": calls}
+        arguments = _ARGUMENTS[self.arguments_as_text]
+        calls = [_call(f"{index:09}", name, arguments, "")["tool_calls"][0] for index, name in enumerate(names)]
+        return {"role": "assistant", "content": self._no_content, "tool_calls": calls}
 
     def _rendered(self, messages: Sequence[_Message]) -> str | None:
         """Return the text of a question and ``messages``; None if the template fails."""
@@ -115,9 +127,9 @@ class TemplateForms:
             return None
 
 
-def _call(call_id: str, name: str, arguments: Any) -> _Message:
+def _call(call_id: str, name: str, arguments: Any, content: str | None) -> _Message:
     call = {"type": "function", "id": call_id, "function": {"name": name, "arguments": arguments}}
-    return {"role": "assistant", "content": "", "tool_calls": [call]}
+    return {"role": "assistant", "content": content, "tool_calls": [call]}
 
 
 def _in_parts(message: _Message) -> _Message:
@@ -141,6 +153,16 @@ def _reasoning(text: str) -> _Message:
 def _has_both(message: _Message) -> bool:
     """Whether a message has reasoning, content and tool calls."""
     return bool(message.get("tool_calls") and message.get("content") and message.get("reasoning_content"))
+
+
+def _with_calls_apart(message: _Message) -> list[_Message]:
+    """Return a message whose calls have no content beside them: its text, if it has any, is a message before them."""
+    if not message.get("tool_calls"):
+        return [message]
+    if not _text_of(message):
+        return [message | {"content": None}]
+    text = {name: value for name, value in message.items() if name != "tool_calls"}
+    return [text, {"role": message["role"], "content": None, "tool_calls": message["tool_calls"]}]
 
 
 def _has_parallel_calls(message: _Message) -> bool:

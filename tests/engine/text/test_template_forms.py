@@ -32,6 +32,11 @@ QWEN = (
     "{% endif %}[{{ m.role }}]{{ m.reasoning_content }}{{ m.content }}"
     "{% for c in m.tool_calls or [] %}({{ c.function.name }}){% endfor %}{% endfor %}"
 )
+DEEPSEEK = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.content is none %}"
+    "{% for c in m.tool_calls %}({{ c.function.name + c.function.arguments }}){% endfor %}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
 SILENT = QWEN.replace("{{ fail('must be at the beginning') }}", "{% set m = {'role': '', 'content': ''} %}")
 PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 
@@ -91,6 +96,17 @@ def test_reasoning_and_content_are_joined_for_a_template_that_takes_one() -> Non
     assert (adapted["content"], adapted["reasoning_content"], adapted["reasoning"]) == ("", "r\n\nc", "r\n\nc")
     assert forms(QWEN).adapted([message]) == [message]
     assert forms(GPT_OSS).adapted([message | {"content": ""}]) == [message | {"content": ""}]
+
+
+def test_calls_have_no_content_beside_them_where_it_would_hide_them() -> None:
+    """As the templates of DeepSeek R1's distilled models, which write calls only if the content is null."""
+    assert forms(DEEPSEEK).arguments_as_text
+    alone = CALLS | {"content": ""}
+    text = {"role": "assistant", "content": "c", "reasoning_content": "r"}
+    adapted = forms(DEEPSEEK).adapted([USER, alone, CALLS | {"reasoning_content": "r"}, USER])
+    assert adapted == [USER, CALLS | {"content": None}, text, CALLS | {"content": None}, USER]
+    for template in (QWEN, PLAIN):
+        assert forms(template).adapted([USER, alone]) == [USER, alone]
 
 
 LATE = [{"role": "system", "content": "a"}, USER, {"role": "system", "content": "b"}, USER]
