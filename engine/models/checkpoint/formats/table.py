@@ -15,9 +15,11 @@ from engine.models.checkpoint.formats.fp4 import fp4_weights
 from engine.models.checkpoint.formats.fp8 import fp8_weights
 from engine.models.checkpoint.formats.gptq_awq import gptq_awq_weights
 from engine.models.checkpoint.formats.mlx import mlx_weights
+from engine.models.checkpoint.formats.modelopt_int4 import modelopt_int4_weights
 from engine.models.checkpoint.formats.module_tensors import ModuleTensors, modules_of
 from engine.models.checkpoint.packed_weight import PackedWeight
 from engine.models.checkpoint.safetensors_header import StoredTensor
+from engine.models.checkpoint.scaled_inputs import with_scaled_inputs
 from engine.models.config.files.quantization import Quantization
 
 __all__ = ["FORMATS", "Entry", "group_weights"]
@@ -27,6 +29,7 @@ Entry = StoredTensor | PackedWeight
 FORMATS: tuple[Callable[[ModuleTensors], Iterator[PackedWeight]], ...] = (
     fp8_weights,
     fp4_weights,
+    modelopt_int4_weights,
     compressed_integers,
     gptq_awq_weights,
     bitsandbytes_weights,
@@ -46,8 +49,8 @@ _OF_ACTIVATIONS = (
 )
 _ZERO_POINT = "weight_zero_point"  # also of formats without zero points, as zeros
 
-# What ModelOpt's AWQ and SmoothQuant have beside weights, which without them are those of another model.
-_CHANGES_INPUTS = ("pre_quant_scale", "smooth_scale")
+# Factors of a layer's inputs, without which its weights are those of another model: ModelOpt's AWQ has the first.
+_INPUT_FACTORS, _UNREAD_FACTORS = "pre_quant_scale", "smooth_scale"
 
 # Scales of an FP8 KV cache. The cache has the model's dtype here, so keys and values are stored as they are.
 _OF_KV_CACHE = ("k_scale", "v_scale", "q_scale", "kv_scale", "prob_output_scale")
@@ -72,7 +75,7 @@ def group_weights(
             _require_plain_inputs(module)
             for find in FORMATS:
                 for packed in find(module):
-                    entries[packed.name] = packed
+                    entries[packed.name] = _with_factors(module, packed)
                     _drop_unused(module, packed.name.removeprefix(f"{module.name}."))
         for name in _OF_KV_CACHE:
             module.tensors.pop(name, None)
@@ -82,12 +85,23 @@ def group_weights(
 
 def _require_plain_inputs(module: ModuleTensors) -> None:
     """Raise ModelLoadError if the module's inputs must be changed before they meet its weights."""
-    for name in _CHANGES_INPUTS:
-        if name in module.tensors:
-            raise ModelLoadError(
-                f"'{module.full_name(name)}' of '{module.tensors[name].path}' scales the layer's inputs, which is not "
-                "supported; give the checkpoint in a format of docs/models.md without it"
-            )
+    if _UNREAD_FACTORS in module.tensors:
+        raise ModelLoadError(
+            f"'{module.full_name(_UNREAD_FACTORS)}' of '{module.tensors[_UNREAD_FACTORS].path}' scales the layer's "
+            "inputs, which is not supported; give the checkpoint in a format of docs/models.md without it"
+        )
+
+
+def _with_factors(module: ModuleTensors, packed: PackedWeight) -> PackedWeight:
+    """Return a quantised weight with the factors of its inputs, if the module has some."""
+    factors = module.tensors.get(_INPUT_FACTORS)
+    if factors is None:
+        return packed
+    if factors.dtype not in _PLAIN or len(packed.shape) != 2 or factors.shape != packed.shape[1:]:
+        raise module.error(
+            _INPUT_FACTORS, f"is {factors.dtype} {list(factors.shape)}, and the weight {list(packed.shape)}"
+        )
+    return with_scaled_inputs(packed, module.take(factors=_INPUT_FACTORS)["factors"])
 
 
 def _drop_unused(module: ModuleTensors, weight: str) -> None:

@@ -151,9 +151,10 @@ activations and of the KV cache is not computed.
 | format | as written by |
 | --- | --- |
 | FP8 in blocks, for each output or for the tensor; MXFP8 | DeepSeek, Qwen, Mistral, compressed-tensors, ModelOpt |
-| NVFP4, also mixed with FP8 | ModelOpt, compressed-tensors |
+| NVFP4, also mixed with FP8, and with factors of inputs (NVFP4_AWQ) | ModelOpt, compressed-tensors |
 | MXFP4 | GPT-OSS, compressed-tensors, Quark |
 | integers of 4 or 8 bits in groups, with or without zero points and actorder | compressed-tensors |
+| integers of 4 bits in groups (INT4_AWQ) | ModelOpt |
 | GPTQ of 2, 3, 4 or 8 bits, versions 1 and 2, with or without desc_act | GPTQModel, AutoGPTQ, AutoRound |
 | AWQ (gemm) | AutoAWQ, AutoRound |
 | NF4, FP4, also with double quantisation; 8-bit | bitsandbytes |

@@ -28,6 +28,7 @@ from tests.engine.models.checkpoint.formats import test_fp4 as of_fp4
 from tests.engine.models.checkpoint.formats import test_fp8 as of_fp8
 from tests.engine.models.checkpoint.formats import test_gptq_awq as of_gptq_awq
 from tests.engine.models.checkpoint.formats import test_mlx as of_mlx
+from tests.engine.models.checkpoint.formats import test_modelopt_int4 as of_modelopt_int4
 from tests.engine.models.checkpoint.formats.quantised import Quantised
 
 FILE = "model.safetensors"
@@ -39,6 +40,7 @@ KINDS: dict[str, Callable[[Path], Quantised]] = {
     "mxfp4": lambda path: of_fp4.save("mxfp4", path, num_hidden_layers=1),
     "int4": lambda path: of_integers.save("int4 actorder", path, num_hidden_layers=1),
     "int8": lambda path: of_integers.save("int8 bytes, asymmetric", path, num_hidden_layers=1),
+    "modelopt int4": lambda path: of_modelopt_int4.save("int4", path, num_hidden_layers=1),
     "gptq": lambda path: of_gptq_awq.save("gptq desc_act", path, num_hidden_layers=1),
     "awq": lambda path: of_gptq_awq.save("awq", path, num_hidden_layers=1),
     "nf4": lambda path: of_bitsandbytes.save("nf4 double", path, num_hidden_layers=1),
@@ -48,7 +50,6 @@ KINDS: dict[str, Callable[[Path], Quantised]] = {
     "mlx mxfp8": lambda path: of_mlx.save_mode("mxfp8", path, num_hidden_layers=1),
 }
 MODULE = "model.layers.0.mlp.up_proj"
-
 
 IN_MAKE_TEST = ("fp8 block", "int4", "gptq", "nf4", "mlx")
 

@@ -54,7 +54,7 @@ def added(end: str) -> Callable[[Tensors], None]:
         (of_fp4.save, "modelopt", removed("weight_scale_2"), "neither weight_scale_2 nor weight_global_scale"),
         (of_integers.save, "int4 symmetric", removed("weight_shape"), "has no weight_shape beside it"),
         (of_gptq_awq.save, "awq", removed("qzeros"), "has no qzeros beside it"),
-        (of_fp4.save, "modelopt", added("pre_quant_scale"), r"scales the layer's inputs, which is not supported; give"),
+        (of_fp4.save, "modelopt", added("smooth_scale"), r"scales the layer's inputs, which is not supported; give"),
     ],
 )
 def test_weights_that_cannot_be_read_are_named(

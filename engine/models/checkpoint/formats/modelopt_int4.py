@@ -1,0 +1,66 @@
+"""ModelOpt's 4-bit integers (INT4_AWQ, which configs call W4A16_AWQ): two outputs a byte.
+
+X.weight        U8 [out / 2, in]: the even output in the low half, each in two's complement
+X.weight_scale  [out, in / group]
+
+Layers that no norm precedes also have X.pre_quant_scale: see scaled_inputs.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from engine.models.checkpoint.formats.groups import group_size_of, sizes_in
+from engine.models.checkpoint.formats.module_tensors import ModuleTensors
+from engine.models.checkpoint.packed_weight import PackedWeight
+from kernels.dequant.integers import dequantise_groups
+
+__all__ = ["ModelOptInt4Weight", "modelopt_int4_weights"]
+
+_SCALES = ("F32", "BF16", "F16")
+_SIGN = 8
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelOptInt4Weight(PackedWeight):
+    """Parts ``weight`` and ``scale``; ``group_size``: inputs with one scale."""
+
+    format = "ModelOpt int4"
+    group_size: int
+
+    def dequantise(
+        self, parts: Mapping[str, torch.Tensor], rows: range, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return rows of the matrix in float32."""
+        octets = parts["weight"][rows.start // 2 : rows.stop // 2]
+        codes = torch.stack([octets & 15, octets >> 4], dim=1).flatten(0, 1) ^ _SIGN
+        return dequantise_groups(codes, parts["scale"], _SIGN, self.group_size, out=out)
+
+
+def modelopt_int4_weights(module: ModuleTensors) -> Iterator[PackedWeight]:
+    """Yield the weight of a module if it has one of these.
+
+    Raises:
+        ModelLoadError: if the scales do not fit the weight, or are of more than one kind (W4A8_AWQ).
+    """
+    weight, scale = module.tensors.get("weight"), module.tensors.get("weight_scale")
+    if weight is None or scale is None or weight.dtype != "U8" or len(weight.shape) != 2 or scale.dtype not in _SCALES:
+        return
+    rows, columns = 2 * weight.shape[0], weight.shape[1]
+    num_groups = scale.shape[1] if len(scale.shape) == 2 and scale.shape[0] == rows else 0
+    group_size = group_size_of(columns, num_groups, sizes_in(module.quantization.fields))
+    if group_size is None:
+        raise module.error("weight_scale", f"is {list(scale.shape)}, which is not that of scales of {[rows, columns]}")
+    if module.find("weight_scale_2") is not None:
+        raise module.error("weight_scale_2", "is that of W4A8_AWQ, whose 4-bit integers are not read")
+    yield ModelOptInt4Weight(
+        name=module.full_name("weight"),
+        parts=module.take(weight="weight", scale="weight_scale"),
+        shape=(rows, columns),
+        read_by_rows=frozenset({"scale"}),
+        row_multiple=2,
+        group_size=group_size,
+    )
