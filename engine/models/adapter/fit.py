@@ -22,6 +22,7 @@ from engine.models.checkpoint.unneeded_bias import unneeded_biases
 
 __all__ = ["loading_in_order", "read_dtype", "require_fit"]
 
+_MAX_FURTHER = 64
 _IN_ORDER = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
@@ -56,7 +57,8 @@ def require_fit(model: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> list[
     for name in order:
         checkpoint.require_floats(name)
     _refuse(checkpoint, dict.fromkeys(loading.missing_keys - ties.keys() - stored_as_tied, "is missing"))
-    unexpected = loading.unexpected_keys - unneeded_biases(checkpoint, loading.unexpected_keys)
+    unexpected = {name for name in loading.unexpected_keys if not name.startswith(_further_layers(model.config))}
+    unexpected -= unneeded_biases(checkpoint, unexpected)
     _refuse(checkpoint, dict.fromkeys(unexpected, "is unexpected"))
     shapes = {name: (list(stored), list(needed)) for name, stored, needed in loading.mismatched_keys}
     _refuse(checkpoint, {name: f"has shape {pair[0]} instead of {pair[1]}" for name, pair in shapes.items()})
@@ -67,6 +69,14 @@ def require_fit(model: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> list[
 def read_dtype(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which a weight is read: its own, or that of the model if it is dequantised."""
     return dtype if checkpoint.is_packed(name) else checkpoint.dtype_of(name)
+
+
+def _further_layers(config: Any) -> tuple[str, ...]:
+    """Return the beginnings of the names of layers that predict further tokens (MTP), which follow the last layer."""
+    count = getattr(config, "num_mtp_layers", None) or getattr(config, "num_nextn_predict_layers", None)
+    if type(count) is not int:
+        return ()
+    return tuple(f"model.layers.{config.num_hidden_layers + index}." for index in range(min(count, _MAX_FURTHER)))
 
 
 @contextmanager
