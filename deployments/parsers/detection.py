@@ -45,7 +45,8 @@ _TOOL_SIGNS: _Signs = (
     (("<function=", "<parameter="), "qwen3_coder"),
     (("<function_calls>", "<functions>"), "olmo3"),
     (("<tool_calls>",), "hunyuan_a13b"),
-    (("<{start_tag}=",), NONE),  # Functionary writes JSON in tags that are named like the function
+    (("<{start_tag}=",), "functionary_v31"),
+    ((">>>all\\n", "'>>>'"), "functionary_v32"),
     (("<tool_call>", "<response>"), "ernie45"),
     (("<tool_call>",), "hermes"),
     (("List of tools: ", "<|im_start|>"), "lfm2"),
@@ -69,12 +70,13 @@ _REASONING_SIGNS: _Signs = (
     (("<answer>", "</think>"), "hunyuan_a13b"),
     (("<response>", "</think>", "<tool_call>"), "ernie45"),
     (("<response></response>", "<think></think>"), "granite"),
+    (("[BEGIN FINAL RESPONSE]", "Here are my reasoning steps"), "apriel"),
     (("</think>",), "qwen3"),
 )
 
 
 def detect_tool_parser(chat_template: str) -> str | None:
-    """Return the key of TOOL_PARSERS that a chat template implies; NONE for a known format without a parser."""
+    """Return the key of TOOL_PARSERS that a chat template implies."""
     return _first(_TOOL_SIGNS, chat_template)
 
 

@@ -98,5 +98,12 @@ REASONING_PARSERS: Mapping[str, ReasoningParser] = {
     "solar_open": ReasoningParser(
         solar_open.SOLAR_OPEN_THOUGHTS, is_repeated=True, dropped=solar_open.SOLAR_OPEN_DROPPED
     ),
-    **{format.reasoning: ReasoningParser(Thoughts(format.markers[0], format.markers[-1])) for format in WHOLE_FORMATS},
+    "apriel": ReasoningParser(
+        Thoughts("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"), dropped=("[END FINAL RESPONSE]",)
+    ),
+    **{
+        format.reasoning: ReasoningParser(Thoughts(format.markers[0], format.markers[-1]))
+        for format in WHOLE_FORMATS
+        if format.reasoning is not None
+    },
 }

@@ -59,8 +59,8 @@ class Parsers:
 
     @property
     def _whole(self) -> WholeFormat | None:
-        chosen = (format for format in WHOLE_FORMATS if self.tool == format.tool or self.reasoning == format.reasoning)
-        return next(chosen, None)
+        names = {self.tool, self.reasoning} - {None}
+        return next((format for format in WHOLE_FORMATS if names & {format.tool, format.reasoning}), None)
 
     @property
     def markers(self) -> frozenset[str]:

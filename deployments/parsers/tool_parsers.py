@@ -6,7 +6,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from deployments.parsers.families import deepseek, gemma, kimi_k2, kimi_k3, llama3_json, minimax_m3, mistral, solar_open
+from deployments.parsers.families import (
+    deepseek,
+    functionary,
+    gemma,
+    kimi_k2,
+    kimi_k3,
+    llama3_json,
+    minimax_m3,
+    mistral,
+    solar_open,
+)
 from deployments.parsers.families import pythonic as python_calls
 from deployments.parsers.families.json_blocks import HERMES_MARKERS, JSON_FORMATS
 from deployments.parsers.families.xml_calls import HY_V3, XML_FORMATS
@@ -95,6 +105,7 @@ TOOL_PARSERS: Mapping[str, ToolParser] = {
         {marker: reader for format in HY_V3 for marker, reader in format.calls.items()},
     ),
     "solar_open": ToolParser(solar_open.SOLAR_OPEN_MARKERS, solar_open.SOLAR_OPEN_CALLS, solar_open.SOLAR_OPEN_DROPPED),
+    "functionary_v31": ToolParser((), functionary.FUNCTIONARY_CALLS),
     "functiongemma": ToolParser(gemma.FUNCTION_GEMMA.markers, gemma.FUNCTION_GEMMA.calls),
     **{format.tool: ToolParser(format.markers, new=format.new) for format in WHOLE_FORMATS},
 }

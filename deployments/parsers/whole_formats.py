@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from deployments.parsers.families import harmony, muse_glimmer
+from deployments.parsers.families import functionary, harmony, muse_glimmer
 from deployments.parsers.reader import Family
 from deployments.parsers.schema_types import Tools
 
@@ -15,17 +15,17 @@ __all__ = ["WHOLE_FORMATS", "WholeFormat"]
 
 @dataclass(frozen=True)
 class WholeFormat:
-    """A format; either name chooses it, since plain answers have headers, too.
+    """A format; any of its names chooses it, since plain answers have headers, too.
 
     Attributes:
         tool: a key of TOOL_PARSERS.
-        reasoning: a key of REASONING_PARSERS.
+        reasoning: a key of REASONING_PARSERS; None for models that do not reason.
         markers: the special tokens that it needs to see.
         new: returns the parser for a request's tools; None for none.
     """
 
     tool: str
-    reasoning: str
+    reasoning: str | None
     markers: tuple[str, ...]
     new: Callable[[Tools | None], Family]
 
@@ -35,7 +35,7 @@ WHOLE_FORMATS = (
         "openai",
         "openai_gptoss",
         harmony.MARKERS,
-        lambda tools: partial(harmony.harmony, has_tools=tools is not None),
+        lambda tools: partial(harmony.harmony, tools=tools),
     ),
     WholeFormat(
         "muse_glimmer",
@@ -43,4 +43,5 @@ WHOLE_FORMATS = (
         muse_glimmer.MUSE_MARKERS,
         lambda tools: partial(muse_glimmer.muse_glimmer, tools=tools),
     ),
+    WholeFormat("functionary_v32", None, (), lambda tools: partial(functionary.functionary, tools=tools)),
 )

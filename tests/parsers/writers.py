@@ -216,6 +216,17 @@ WRITERS: Mapping[str, Writer] = {
         thoughts=("<|channel>thought\n", "\n<channel|>"),
         markers=("<tool_call|>", "<|channel>", "}", ","),
     ),
+    "functionary_v31": Writer(
+        joined("", lambda name, arguments: f"<function={name}>{arguments}</function>", "", ""),
+        None,
+        markers=("</function>", "<function="),
+    ),
+    "functionary_v32": Writer(
+        joined(">>>", lambda name, arguments: f"{name}\n{arguments}", ">>>", ""),
+        None,
+        text=("all\n", ""),
+        markers=(">>>", ">>>ping\n"),
+    ),
     "functiongemma": Writer(
         gemma_calls("<start_function_call>", "<end_function_call>", "<escape>"), None, markers=("<end_function_call>",)
     ),

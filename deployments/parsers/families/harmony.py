@@ -2,17 +2,21 @@
 
 analysis                      reasoning; so are messages to built-in tools
 final, commentary             content
-... to=functions.name         a tool call, whose text is the arguments
+... to=functions.name         a tool call, whose text is the arguments: a JSON object, or code or other text, which
+                              becomes the function's only parameter, or else one called "input"
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from json.encoder import encode_basestring
 
 from deployments.parsers.events import CallArguments, CallStart, Content, Event, Reasoning, Steps
 from deployments.parsers.json_calls import arguments, attempt, checked_name
 from deployments.parsers.reader import MalformedError, Reader
+from deployments.parsers.schema_types import Schema, Tools
+from deployments.parsers.typed_values import argument_types, as_json
 
 __all__ = ["MARKERS", "harmony"]
 
@@ -23,18 +27,19 @@ _MAX_HEADER = 512
 _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _PREFIX = "functions."
+_INPUT = "input"  # the parameter of a text where none is known
 
 
-def harmony(reader: Reader, *, has_tools: bool) -> Steps[None]:
+def harmony(reader: Reader, *, tools: Tools | None) -> Steps[None]:
     """Read messages; without tools, those to functions are content. Text without a header is content."""
     event: Callable[[str], Event] = Content
     started: set[Callable[[str], Event]] = set()  # kinds that have had a message, which a line break separates
-    if (yield from _starts_with_recipient(reader)) and (yield from _message(reader, "", has_tools)) is Reasoning:
+    if (yield from _starts_with_recipient(reader)) and (yield from _message(reader, "", tools)) is Reasoning:
         event = Reasoning
     while (marker := (yield from reader.until([_START, _CHANNEL, *_ENDS], event))) is not None:
         event = Content
         if marker in (_START, _CHANNEL):
-            kind = yield from _message(reader, marker, has_tools)
+            kind = yield from _message(reader, marker, tools)
             if kind is not None:
                 if kind in started:
                     yield kind("\n")
@@ -51,7 +56,7 @@ def _starts_with_recipient(reader: Reader) -> Steps[bool]:
     return is_header
 
 
-def _message(reader: Reader, marker: str, has_tools: bool) -> Steps[Callable[[str], Event] | None]:
+def _message(reader: Reader, marker: str, tools: Tools | None) -> Steps[Callable[[str], Event] | None]:
     """Read a message's header, and the call if it is one; returns the kind of a text that follows."""
     start = reader.position
     try:
@@ -62,9 +67,11 @@ def _message(reader: Reader, marker: str, has_tools: bool) -> Steps[Callable[[st
         return None
     channel, recipient = _CHANNEL_NAME.search(marker + text), _RECIPIENT.search(text)
     if recipient is not None and recipient[1].startswith(_PREFIX):
-        if not has_tools:
+        name = recipient[1].removeprefix(_PREFIX)
+        if tools is None:
             return Content
-        yield from attempt(reader, _call(reader, recipient[1].removeprefix(_PREFIX)))
+        if not (yield from attempt(reader, _call(reader, name))):
+            yield from attempt(reader, _text_call(reader, name, tools.get(name, {})))
         return None
     is_reasoning = recipient is not None or (channel is not None and channel[1] == "analysis")
     return Reasoning if is_reasoning else Content
@@ -77,3 +84,31 @@ def _call(reader: Reader, name: str) -> Steps[None]:
         yield CallArguments("{}")
         return
     yield from arguments(reader, name)
+
+
+def _text_call(reader: Reader, name: str, parameters: Schema) -> Steps[None]:
+    """Read a call whose text is not an object: it is the value of one parameter."""
+    yield CallStart(checked_name(name))
+    properties = parameters.get("properties")
+    names = list(properties) if isinstance(properties, Mapping) else []
+    key = names[0] if len(names) == 1 else _INPUT
+    text = yield from _text(reader)
+    value = as_json(text, argument_types(parameters, key) if names == [key] else {"string"})
+    yield CallArguments(f"{{{encode_basestring(key)}: {value}}}")
+
+
+def _text(reader: Reader) -> Steps[str]:
+    """Read and return the text of a message."""
+    pieces: list[str] = []
+    steps = reader.until([_START, _CHANNEL, *_ENDS], Content)
+    while True:
+        try:
+            event = next(steps)
+        except StopIteration as end:
+            reader.position -= len(end.value or "")
+            return "".join(pieces)
+        if event is None:
+            yield None
+        else:
+            assert isinstance(event, Content)
+            pieces.append(event.text)

@@ -41,7 +41,7 @@ class _ScaledWeight(PackedWeight):
 
 
 def with_scaled_inputs(weight: PackedWeight, factors: StoredTensor) -> PackedWeight:
-    """Return the matrix ``weight`` with its columns multiplied by ``factors``, of as many elements as it has columns."""
+    """Return the matrix ``weight`` with its columns multiplied by ``factors``, one for each."""
     return _ScaledWeight(
         name=weight.name,
         parts={**weight.parts, _FACTORS: factors},

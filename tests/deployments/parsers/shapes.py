@@ -28,6 +28,8 @@ TOOLS: dict[str, Any] = {
         },
     },
     "ping": {},
+    "run": {"type": "object", "properties": {"code": {"type": "string"}}},
+    "wait": {"type": "object", "properties": {"s": {"type": "integer"}}},
 }
 
 # JSON texts of arguments that every format carries unchanged.

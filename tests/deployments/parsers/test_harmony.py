@@ -10,6 +10,7 @@ from tests.deployments.parsers.shapes import Shape, arguments_shapes, call, pars
 ANALYSIS = "<|channel|>analysis<|message|>Think.<|end|>"
 FINAL = "<|start|>assistant<|channel|>final<|message|>Hello<|return|>"
 CALL = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>'
+ARGS, CODE = '{"a": 1}', 'if a < 1:\n    b = "<|"\n'
 F = call("f", '{"a": 1}')
 R = (Reasoning("Think."),)
 
@@ -46,7 +47,14 @@ SHAPES = [
     Shape("truncated arguments", CALL[:-9], (CallStart("f"), CallArguments('{"a": 1'))),
     Shape("truncated name", CALL[:30], text(CALL[:30])),
     Shape("broken", CALL.replace(" 1", " x"), (CallStart("f"), CallArguments('{"a": '), Content("x}"))),
-    Shape("no object", CALL.replace('{"a": 1}', "x"), text("x")),
+    Shape("no object", CALL.replace('{"a": 1}', "x"), call("f", '{"input": "x"}')),
+    Shape("a list", CALL.replace('{"a": 1}', '[1, "b"]'), call("f", '{"input": "[1, \\"b\\"]"}')),
+    Shape(
+        "code for the only parameter",
+        f"{CALL}<|start|>assistant{CALL.replace('functions.f', 'functions.run').replace(ARGS, CODE)}{FINAL}",
+        F + call("run", '{"code": "if a < 1:\\n    b = \\"<|\\"\\n"}') + text("Hello"),
+    ),
+    Shape("a number for it", CALL.replace(".f", ".wait").replace(ARGS, "3"), call("wait", '{"s": 3}')),
     Shape("no name", CALL.replace("functions.f", "functions."), text('{"a": 1}')),
     Shape("long header", f"<|channel|>{'x' * 600}<|message|>a", text(f"<|channel|>{'x' * 600}<|message|>a")),
     Shape("unknown channel", "<|channel|>other<|message|>a", text("a")),

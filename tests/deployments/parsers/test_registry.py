@@ -36,8 +36,12 @@ TEMPLATES = {
     "DeepSeek V4": ("'｜DSML｜' 'tool_calls>' '</think>'", ("deepseek_v4", "qwen3")),
     "Seed-OSS": ("<seed:think> <seed:tool_call>\n<function=f>\n<parameter=x>", ("seed_oss", "seed_oss")),
     "Apriel": ("within <tool_call></tool_call> XML tags <tool_calls>[{", ("hunyuan_a13b", None)),
-    "Functionary 3.2": ("in this format:\n>>>${recipient}\n${content} '>>>all\n' '>>>' + name", (None, None)),
-    "Functionary": ("<{start_tag}={function_name}> <function=f>{{}} <|python_tag|>", (None, None)),
+    "Apriel 1.6": (
+        "<tool_calls>[{ '\nHere are my reasoning steps:\n' [BEGIN FINAL RESPONSE]",
+        ("hunyuan_a13b", "apriel"),
+    ),
+    "Functionary 3.2": ("format:\n>>>${recipient}\n${content} '>>>all\\n' '>>>' + name", ("functionary_v32", None)),
+    "Functionary 3.1": ("<{start_tag}={function_name}> <function=f>{{}} <|python_tag|>", ("functionary_v31", None)),
     "Llama 3.2": ('{"name": function name, "parameters": dictionary of argument name and', ("llama3_json", None)),
     "LFM2": ("<|im_start|> List of tools: <|tool_list_start|>[", ("lfm2", None)),
     "OLMo 3": ("<functions> <function_calls> </think>", ("olmo3", "qwen3")),
@@ -76,7 +80,9 @@ def test_every_pair_of_parsers_reads_an_answer() -> None:
         for reasoning in (None, *REASONING_PARSERS):
             parsers = Parsers(tool, reasoning)
             assert (parsers.family({}, "") is None) == (tool is None and reasoning is None)
-            assert (parsers.family(None, "") is None) == (reasoning is None and tool not in ("openai", "muse_glimmer"))
+            assert (parsers.family(None, "") is None) == (
+                reasoning is None and tool not in ("openai", "muse_glimmer", "functionary_v32")
+            )
             assert all(parsers.markers)
 
 
