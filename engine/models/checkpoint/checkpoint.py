@@ -20,8 +20,11 @@ from pathlib import Path
 import torch
 
 from engine.errors import ModelLoadError, listed
+from engine.models.checkpoint.composed_weight import ComposedWeight, Entry, read_composed, tensors_of, weights_of
 from engine.models.checkpoint.formats.gguf import gguf_entries
-from engine.models.checkpoint.formats.table import Entry, group_weights
+from engine.models.checkpoint.formats.table import group_weights
+from engine.models.checkpoint.gpt_oss_experts import with_stacked_experts
+from engine.models.checkpoint.mlx_layout import with_mlx_layout
 from engine.models.checkpoint.own_memory import own_memory
 from engine.models.checkpoint.packed_weight import PackedWeight, Scratch, read_packed
 from engine.models.checkpoint.plain_tensor import PLAIN_DTYPES, read_plain
@@ -29,7 +32,7 @@ from engine.models.checkpoint.safetensors_header import StoredTensor
 from engine.models.checkpoint.shard_index import is_listed, join_shards, read_index
 from engine.models.checkpoint.sharding import Shard
 from engine.models.checkpoint.tensor_files import TensorFiles
-from engine.models.checkpoint.text_part import text_tensors, with_experts_turned
+from engine.models.checkpoint.text_part import architecture_of, text_tensors, with_experts_turned
 from engine.models.config.files.json_file import read_json
 from engine.models.config.files.other_forms import what_to_give
 from engine.models.config.files.quantization import read_quantization
@@ -83,34 +86,42 @@ class Checkpoint:
     def dtype_of(self, name: str) -> torch.dtype:
         """Return a tensor's dtype, which is a floating-point one; that of a quantised weight's values is float32."""
         stored = self._stored[name]
-        return torch.float32 if isinstance(stored, PackedWeight) else PLAIN_DTYPES[stored.dtype]
+        return PLAIN_DTYPES[stored.dtype] if isinstance(stored, StoredTensor) else torch.float32
 
     def is_packed(self, name: str) -> bool:
-        """Return whether a weight is stored in a quantised format, and dequantised when it is read."""
-        return isinstance(self._stored[name], PackedWeight)
+        """Return whether a weight is stored in a quantised format, or in several tensors, and put together if read."""
+        return not isinstance(self._stored[name], StoredTensor)
 
     def has_floats(self, name: str) -> bool:
         """Return whether a weight has floating-point numbers that can be read."""
-        stored = self._stored[name]
-        return isinstance(stored, PackedWeight) or stored.dtype in PLAIN_DTYPES
+        return self._unread_dtype(name) is None
+
+    def _unread_dtype(self, name: str) -> str | None:
+        """Return the dtype of a tensor that is not of numbers that can be read; None if there is none."""
+        plain = (weight for weight in weights_of(self._stored[name]) if isinstance(weight, StoredTensor))
+        return next((stored.dtype for stored in plain if stored.dtype not in PLAIN_DTYPES), None)
 
     @property
     def main_dtype(self) -> torch.dtype:
         """The floating-point dtype that most of the stored bytes have; float32 if there is none."""
         num_bytes: Counter[torch.dtype] = Counter()
-        for stored in self._stored.values():
-            if isinstance(stored, StoredTensor) and stored.dtype in PLAIN_DTYPES:
-                num_bytes[PLAIN_DTYPES[stored.dtype]] += stored.stop - stored.start
+        for weight in self._weights():
+            if isinstance(weight, StoredTensor) and weight.dtype in PLAIN_DTYPES:
+                num_bytes[PLAIN_DTYPES[weight.dtype]] += weight.stop - weight.start
         return max(num_bytes, key=num_bytes.__getitem__, default=torch.float32)
 
     @property
     def largest_file_bytes(self) -> int:
         """Size of the largest file."""
-        return max((tensor.stop for stored in self._stored.values() for tensor in _tensors_of(stored)), default=0)
+        return max((tensor.stop for stored in self._stored.values() for tensor in tensors_of(stored)), default=0)
+
+    def _weights(self) -> Iterator[StoredTensor | PackedWeight]:
+        for stored in self._stored.values():
+            yield from weights_of(stored)
 
     def log_dequantised(self, dtype: torch.dtype) -> None:
         """Log what weights in quantised formats take in the files, and in memory in ``dtype``, if there are any."""
-        packed = [stored for stored in self._stored.values() if isinstance(stored, PackedWeight)]
+        packed = [weight for weight in self._weights() if isinstance(weight, PackedWeight)]
         if packed:
             logger.info(
                 "%d weights (%s) are dequantised to %s: %.2f GB in the files, %.2f GB in memory; keeping weights "
@@ -140,10 +151,9 @@ class Checkpoint:
 
     def require_floats(self, name: str) -> None:
         """Raise ModelLoadError unless a tensor has floating-point numbers of a type that can be read."""
-        stored = self._stored[name]
-        if isinstance(stored, StoredTensor) and stored.dtype not in PLAIN_DTYPES:
+        if (dtype := self._unread_dtype(name)) is not None:
             raise ModelLoadError(
-                f"'{name}' of '{stored.path}' has the dtype {stored.dtype}, and with the tensors beside it is not a "
+                f"'{name}' of '{self.file_of(name)}' has the dtype {dtype}, and with the tensors beside it is not a "
                 "weight of a known format; give the checkpoint in bf16, fp16 or fp32, or in one of the formats that "
                 "docs/models.md lists"
             )
@@ -155,7 +165,7 @@ class Checkpoint:
         quantised weight is not a view: it is dequantised to float32.
         """
         stored = self._stored[name]
-        if isinstance(stored, PackedWeight):
+        if not isinstance(stored, StoredTensor):
             shape = list(stored.shape if shard is None or shard.num_stacked is None else stored.shape[1:])
             if shard is not None:
                 shape[shard.dim] = shard.stop - shard.start
@@ -187,10 +197,15 @@ class Checkpoint:
         Raises:
             ModelLoadError: if a file cannot be read to the end of the tensor, or a quantised weight has invalid parts.
         """
-        stored = self._stored[name]
         with self._named(name):
-            if isinstance(stored, PackedWeight):
-                return read_packed(self._files, stored, out, shard, self._scratch)
+            return self._read_entry(out, self._stored[name], shard)
+
+    def _read_entry(self, out: torch.Tensor, stored: Entry, shard: Shard | None) -> bool:
+        if isinstance(stored, PackedWeight):
+            return read_packed(self._files, stored, out, shard, self._scratch)
+        if isinstance(stored, ComposedWeight):
+            read_composed(self._read_entry, stored, out, shard)
+        else:
             read_plain(self._files, stored, out, shard)
         return False
 
@@ -205,16 +220,12 @@ class Checkpoint:
 
     def expect(self, names: Iterable[str]) -> None:
         """Set the order in which tensors will be read, so that the disk reads ahead."""
-        self._files.expect(tensor for name in names for tensor in _tensors_of(self._stored[name]))
+        self._files.expect(tensor for name in names for tensor in tensors_of(self._stored[name]))
 
     def reached(self, name: str) -> None:
         """Have the disk read the tensors that follow ``name``, which is read now."""
-        for tensor in _tensors_of(self._stored[name]):
+        for tensor in tensors_of(self._stored[name]):
             self._files.reached(tensor)
-
-
-def _tensors_of(stored: Entry) -> Iterable[StoredTensor]:
-    return stored.parts.values() if isinstance(stored, PackedWeight) else (stored,)
 
 
 def _missing(checkpoint: Checkpoint, name: str) -> ModelLoadError:
@@ -282,7 +293,9 @@ def _entries(directory: Path, stored: dict[str, StoredTensor], files: TensorFile
     except OSError as error:
         raise ModelLoadError(f"'{config}' could not be read: {error}") from error
     entries = group_weights(text_tensors(raw, stored), read_quantization(directory, raw), read)
-    return _with_flat_decays(with_experts_turned(raw, entries))
+    architecture = architecture_of(raw)
+    entries = with_stacked_experts(architecture, with_mlx_layout(architecture, entries))
+    return _with_flat_decays(with_experts_turned(architecture, entries))
 
 
 def _open(files: TensorFiles, file: Path) -> dict[str, StoredTensor]:

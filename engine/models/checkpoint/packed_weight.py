@@ -61,20 +61,24 @@ class PackedWeight(ABC):
 
     Attributes:
         format: what the log and messages call it.
+        is_tall: whether the parts hold stacked matrices as one, of all their rows.
         name: of the weight, as the model has it.
         parts: the stored tensors, by the names that ``dequantise`` knows. Each has the weight's leading dimensions.
         shape: of the weight as the model has it; leading dimensions count stacked matrices.
         read_by_rows: parts that have a row for each row of the weight, in order. Only the rows that are dequantised
             are read of these, so nothing else of a large weight is in memory.
+        shared: parts that all of the stacked matrices have in common, without leading dimensions.
         row_multiple: blocks of rows that are dequantised begin at a multiple of it.
     """
 
     format: ClassVar[str]
+    is_tall: ClassVar[bool] = False
 
     name: str
     parts: Mapping[str, StoredTensor]
     shape: tuple[int, ...]
     read_by_rows: frozenset[str] = frozenset()
+    shared: frozenset[str] = frozenset()
     row_multiple: int = 1
 
     def prepared(self, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -128,7 +132,9 @@ class PackedWeight(ABC):
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
-        """Rows and columns of one of the stacked matrices; those of a vector are its elements and 1."""
+        """Rows and columns of one of the stacked matrices, or of all together; a vector's are its elements and 1."""
+        if self.is_tall:
+            return math.prod(self.shape[:-1]), self.shape[-1]
         if self.is_convolution:
             return self.shape[0], self.shape[2]
         rows, columns = self.shape[-2:] if len(self.shape) > 1 else (*self.shape, 1)
@@ -137,7 +143,7 @@ class PackedWeight(ABC):
     @property
     def stacked(self) -> tuple[int, ...]:
         """The leading dimensions, which count stacked matrices."""
-        return () if self.is_convolution else self.shape[:-2]
+        return () if self.is_convolution or self.is_tall else self.shape[:-2]
 
     @property
     def num_matrices(self) -> int:
@@ -167,8 +173,11 @@ def read_packed(
     is_stack_member = shard is not None and shard.num_stacked is not None
     indices = [shard.index] if shard is not None and is_stack_member else range(packed.num_matrices)
     first, columns = 0, slice(None)
+    if packed.is_tall:
+        first, indices = (indices[0] * packed.shape[-2] if is_stack_member else 0), range(1)
+        out = out.flatten(0, -2)
     if shard is not None and shard.dim == 0:
-        first = shard.start
+        first += shard.start
     elif shard is not None:
         columns = slice(shard.start, shard.stop)
     if len(packed.shape) == 1:
@@ -207,9 +216,10 @@ class _MatrixParts:
 
     def _read(self, name: str, rows: range | None) -> torch.Tensor:
         stored = self.packed.parts[name]
-        shape = stored.shape[len(self.packed.stacked) :]
-        size = (stored.stop - stored.start) // self.packed.num_matrices
-        offset = self.index * size
+        is_shared = name in self.packed.shared
+        shape = stored.shape if is_shared else stored.shape[len(self.packed.stacked) :]
+        size = (stored.stop - stored.start) // (1 if is_shared else self.packed.num_matrices)
+        offset = 0 if is_shared else self.index * size
         if rows is not None:
             row_bytes = size // shape[0]
             shape, offset, size = (len(rows), *shape[1:]), offset + rows.start * row_bytes, len(rows) * row_bytes

@@ -13,13 +13,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.errors import ModelLoadError
-from engine.models.checkpoint.formats.table import Entry
+from engine.models.checkpoint.composed_weight import Entry, turned
 from engine.models.checkpoint.safetensors_header import StoredTensor
-from engine.models.checkpoint.transposed_weight import transposed
 from engine.models.config.families.architectures import ALIASES
 from engine.models.config.files.text_parts import MULTIMODAL
 
-__all__ = ["text_tensors", "with_experts_turned"]
+__all__ = ["architecture_of", "text_tensors", "with_experts_turned"]
 
 _RENAMED = (
     ("language_model.model.", "model."),
@@ -47,7 +46,7 @@ def text_tensors(raw: Mapping[str, Any], stored: dict[str, StoredTensor]) -> dic
     Raises:
         ModelLoadError: if two tensors have the same name after they are renamed.
     """
-    if _architecture(raw) not in MULTIMODAL:
+    if architecture_of(raw) not in MULTIMODAL:
         return stored
     text: dict[str, StoredTensor] = {}
     origins: dict[str, str] = {}
@@ -64,7 +63,7 @@ def text_tensors(raw: Mapping[str, Any], stored: dict[str, StoredTensor]) -> dic
     return text
 
 
-def with_experts_turned(raw: Mapping[str, Any], weights: dict[str, Entry]) -> dict[str, Entry]:
+def with_experts_turned(architecture: str | None, weights: dict[str, Entry]) -> dict[str, Entry]:
     """Return the weights of a text part, with Qwen3-VL's stacked experts as [num_experts, outputs, inputs].
 
     transformers saves them so; they are published as [num_experts, inputs, outputs]. The shapes of a layer's two
@@ -74,9 +73,9 @@ def with_experts_turned(raw: Mapping[str, Any], weights: dict[str, Entry]) -> di
         gate_up_proj [hidden_size, 2 * intermediate]      [2 * intermediate, hidden_size]
         down_proj    [intermediate, hidden_size]          [hidden_size, intermediate]
     """
-    if _architecture(raw) not in _WITH_TURNED_EXPERTS:
+    if architecture not in _WITH_TURNED_EXPERTS:
         return weights
-    turned = dict(weights)
+    result = dict(weights)
     for name, gate_up in weights.items():
         down_name = name.removesuffix(_GATE_UP) + _DOWN
         if not name.endswith(_GATE_UP) or down_name not in weights:
@@ -85,11 +84,12 @@ def with_experts_turned(raw: Mapping[str, Any], weights: dict[str, Entry]) -> di
         if len(gate_up.shape) != 3 or len(down.shape) != 3:
             continue
         if gate_up.shape[1] == down.shape[2] and gate_up.shape[2] == 2 * down.shape[1]:
-            turned[name], turned[down_name] = transposed(gate_up), transposed(down)
-    return turned
+            result[name], result[down_name] = turned(gate_up), turned(down)
+    return result
 
 
-def _architecture(raw: Mapping[str, Any]) -> str | None:
+def architecture_of(raw: Mapping[str, Any]) -> str | None:
+    """Return transformers' name of the architecture in a config.json; None without one."""
     match raw.get("architectures"):
         case [str(name), *_]:
             return ALIASES.get(name, name)

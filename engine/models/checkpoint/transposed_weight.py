@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.errors import ModelLoadError
 from engine.models.checkpoint.packed_weight import PackedWeight
 from engine.models.checkpoint.safetensors_header import StoredTensor
 from kernels.dequant.transposed import TURNED_ELEMENTS, write_transposed
@@ -65,6 +66,16 @@ def transposed(weight: StoredTensor | PackedWeight) -> StoredTensor | PackedWeig
 def transposed_packed(weight: PackedWeight) -> PackedWeight:
     """Return a quantised weight with the shape that its matrices have when they are transposed."""
     *stacked, columns, rows = weight.shape
+    if weight.is_tall and stacked:
+        raise ModelLoadError(
+            f"'{weight.name}' of '{weight.path}' is stored as {list(weight.shape)}, transposed, which {weight.format} "
+            "does not allow; give the checkpoint in another format"
+        )
     return _TransposedWeight(
-        name=weight.name, parts=weight.parts, shape=(*stacked, rows, columns), row_multiple=rows, inner=weight
+        name=weight.name,
+        parts=weight.parts,
+        shape=(*stacked, rows, columns),
+        shared=weight.shared,
+        row_multiple=rows,
+        inner=weight,
     )

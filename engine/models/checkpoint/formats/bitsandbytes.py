@@ -7,6 +7,9 @@ X.weight.quant_map                       F32 [16]: the number of each code
 X.weight.nested_absmax, .nested_quant_map    the same for the codes of the scales: F32 for each 256, F32 [256]
 X.weight.quant_state.bitsandbytes__nf4   U8: JSON with the weight's shape and the sizes of blocks
 
+Experts may be stacked in one weight, whose blocks go on from one expert to the next; its name may be another than
+`weight`, as `experts.gate_up_proj` and `experts.gate_up_proj.absmax`.
+
 X.weight I8 [out, in], X.SCB F32 [out]: code * SCB / 127; X.weight_format, if it is there, is 0
 """
 
@@ -26,12 +29,12 @@ from kernels.dequant.bitsandbytes import dequantise_4bit, dequantise_int8, dequa
 
 __all__ = ["Bitsandbytes4Weight", "Bitsandbytes8Weight", "bitsandbytes_weights"]
 
-_STATES = tuple(f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
+_STATES = tuple(f".quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
 _NAMES = {
-    "scales": "weight.absmax",
-    "table": "weight.quant_map",
-    "nested scales": "weight.nested_absmax",
-    "nested table": "weight.nested_quant_map",
+    "scales": "absmax",
+    "table": "quant_map",
+    "nested scales": "nested_absmax",
+    "nested table": "nested_quant_map",
 }
 
 
@@ -46,6 +49,7 @@ class Bitsandbytes4Weight(PackedWeight):
     """
 
     format = "bitsandbytes 4-bit"
+    is_tall = True
     block_size: int
     nested_block_size: int | None
     offset: float
@@ -87,17 +91,19 @@ class Bitsandbytes8Weight(PackedWeight):
 
 
 def bitsandbytes_weights(module: ModuleTensors) -> Iterator[PackedWeight]:
-    """Yield the weight of a module if it has one of these.
+    """Yield the weights of a module that are one of these.
 
     Raises:
         ModelLoadError: if its tensors do not fit each other.
     """
+    for state in [name for name in module.tensors if name.endswith(_STATES)]:
+        name = state.partition(".")[0]
+        if module.find(name) is not None:
+            yield _four_bits(module, name, state)
     weight = module.tensors.get("weight")
     if weight is None:
         return
-    if (state := module.find(*_STATES)) is not None:
-        yield _four_bits(module, state)
-    elif weight.dtype == "I8" and len(weight.shape) == 2 and module.find("SCB") is not None:
+    if weight.dtype == "I8" and len(weight.shape) == 2 and module.find("SCB") is not None:
         maxima, layout = module.tensors["SCB"], module.find("weight_format")
         if maxima.dtype != "F32" or math.prod(maxima.shape) != weight.shape[0]:
             raise module.error("SCB", f"is {maxima.dtype} {list(maxima.shape)}, and the weight {list(weight.shape)}")
@@ -112,30 +118,31 @@ def bitsandbytes_weights(module: ModuleTensors) -> Iterator[PackedWeight]:
         )
 
 
-def _four_bits(module: ModuleTensors, state_name: str) -> PackedWeight:
+def _four_bits(module: ModuleTensors, name: str, state_name: str) -> PackedWeight:
     state = _state(module, state_name)
     shape, block_size, nested_size, offset = _sizes(module, state_name, state)
     num_scales = -(-math.prod(shape) // block_size)
-    expected: dict[str, tuple[str, int]] = {"weight": ("U8", -(-math.prod(shape) // 2)), _NAMES["table"]: ("F32", 16)}
+    expected = {"weight": ("U8", -(-math.prod(shape) // 2)), "table": ("F32", 16)}
     if nested_size is None:
-        expected[_NAMES["scales"]] = ("F32", num_scales)
+        expected["scales"] = ("F32", num_scales)
     else:
-        expected[_NAMES["scales"]] = ("U8", num_scales)
-        expected[_NAMES["nested scales"]] = ("F32", -(-num_scales // nested_size))
-        expected[_NAMES["nested table"]] = ("F32", 256)
-    for name, (dtype, count) in expected.items():
-        if module.find(name) is None:
-            raise module.error("weight", f"has no {module.full_name(name)} beside it")
-        tensor = module.tensors[name]
+        expected["scales"] = ("U8", num_scales)
+        expected["nested scales"] = ("F32", -(-num_scales // nested_size))
+        expected["nested table"] = ("F32", 256)
+    names: dict[str, str | None] = {part: name if part == "weight" else f"{name}.{_NAMES[part]}" for part in expected}
+    for part, (dtype, count) in expected.items():
+        stored = str(names[part])
+        if module.find(stored) is None:
+            raise module.error(name, f"has no {module.full_name(stored)} beside it")
+        tensor = module.tensors[stored]
         if tensor.dtype != dtype or math.prod(tensor.shape) != count:
             raise module.error(
-                name, f"is {tensor.dtype} {list(tensor.shape)}, but a weight of {list(shape)} needs {count} {dtype}"
+                stored, f"is {tensor.dtype} {list(tensor.shape)}, but a weight of {list(shape)} needs {count} {dtype}"
             )
     module.take(state=state_name)
-    names: dict[str, str | None] = {part: name for part, name in _NAMES.items() if name in expected}
     return Bitsandbytes4Weight(
-        name=module.full_name("weight"),
-        parts=module.take(weight="weight", **names),
+        name=module.full_name(name),
+        parts=module.take(**names),
         shape=shape,
         row_multiple=2,  # whole bytes
         block_size=block_size,
@@ -154,20 +161,20 @@ def _state(module: ModuleTensors, name: str) -> dict[str, Any]:
     return state
 
 
-def _sizes(module: ModuleTensors, name: str, state: dict[str, Any]) -> tuple[tuple[int, int], int, int | None, float]:
+def _sizes(module: ModuleTensors, name: str, state: dict[str, Any]) -> tuple[tuple[int, ...], int, int | None, float]:
     """Return the weight's shape, elements of a block, scales of a nested block, and what those are larger by."""
     shape: Any = state.get("shape")
     block_size: Any = state.get("blocksize")
     nested_size: Any = state.get("nested_blocksize")
     offset = state.get("nested_offset", 0.0)
-    if not (isinstance(shape, list) and len(shape) == 2 and all(_is_size(size) for size in shape)):
-        raise module.error(name, f"has the shape {shape!r:.80}, which is not that of a matrix")
+    if not (isinstance(shape, list) and len(shape) in (2, 3) and all(_is_size(size) for size in shape)):
+        raise module.error(name, f"has the shape {shape!r:.80}, which is not that of matrices")
     for key, size in (("blocksize", block_size), ("nested_blocksize", nested_size)):
         if not _is_size(size) and not (size is None and key == "nested_blocksize"):
             raise module.error(name, f"has {key}={size!r:.80}, which is not a size")
     if isinstance(offset, bool) or not isinstance(offset, int | float):
         raise module.error(name, f"has nested_offset={offset!r:.80}, which is not a number")
-    return (shape[0], shape[1]), block_size, nested_size, float(offset)
+    return tuple(shape), block_size, nested_size, float(offset)
 
 
 def _is_size(value: object) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from engine.errors import ModelLoadError, shown
-from engine.models.checkpoint.formats.table import Entry
+from engine.models.checkpoint.composed_weight import Entry
 from engine.models.checkpoint.packed_weight import PackedWeight
 from engine.models.checkpoint.safetensors_header import StoredTensor
 from engine.models.gguf.file import GgufFile

@@ -4,14 +4,12 @@
     X.scales  [out, in / group]; of the modes mxfp4, nvfp4 and mxfp8 U8: exponents, or for nvfp4 E4M3
     X.biases  [out, in / group]: the value is code * scale + bias; absent in these modes
 
-Experts are stacked, `switch_mlp.down_proj.weight` [experts, out, ...]; the model has one matrix for each. Gemma 4's are
-`experts.switch_glu.down_proj.weight`. The shapes give only bits * group, so config.json names both, with exceptions by
-layer.
+Experts are stacked, with their number as the first dimension: mlx_layout.py divides them. The shapes give only bits *
+group, so config.json names both, with exceptions by layer.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,16 +21,12 @@ from engine.models.checkpoint.formats.fp4 import Mxfp4Weight, Nvfp4Weight
 from engine.models.checkpoint.formats.fp8 import Fp8Weight
 from engine.models.checkpoint.formats.module_tensors import ModuleTensors
 from engine.models.checkpoint.packed_weight import PackedWeight
-from engine.models.checkpoint.safetensors_header import StoredTensor
 from kernels.dequant.integers import dequantise_affine_packed
 
 __all__ = ["MlxWeight", "mlx_weights"]
 
 _FLOATS = ("F32", "BF16", "F16")
 _BITS = (2, 3, 4, 5, 6, 8)
-_STACK = re.compile(r"(.*)\.(?:switch_mlp|experts\.switch_glu)\.(\w+)")
-_MIXTRAL_BLOCK = "block_sparse_moe"
-_OF_MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}  # MLX renames its matrices
 # By mode: codes of a word, inputs with one scale, and the dtypes of codes and scales.
 _FLOAT_MODES = {
     "mxfp4": (8, 32, "U8", "U8"),
@@ -58,7 +52,7 @@ class MlxWeight(PackedWeight):
 
 
 def mlx_weights(module: ModuleTensors) -> Iterator[PackedWeight]:
-    """Yield the weights of a module: several if it has stacked experts.
+    """Yield the weight of a module; experts, or heads, may be stacked.
 
     Raises:
         ModelLoadError: if its tensors do not fit each other, or the config.
@@ -82,15 +76,14 @@ def _integers(module: ModuleTensors) -> Iterator[PackedWeight]:
         raise module.error("weight", f"is {list(weight.shape)}, but its scales are {list(scales.shape)}")
     bits, group_size = _sizes(module, weight.shape[-1], scales.shape[-1])
     shape = (*weight.shape[:-1], scales.shape[-1] * group_size)
-    for name, part in _experts(module, len(weight.shape)):
-        yield MlxWeight(
-            name=name,
-            parts=part,
-            shape=(*part["weight"].shape[:-1], shape[-1]),
-            read_by_rows=frozenset({"weight", "scales", "biases"}),
-            bits=bits,
-            group_size=group_size,
-        )
+    yield MlxWeight(
+        name=module.full_name("weight"),
+        parts=module.take(weight="weight", scales="scales", biases="biases"),
+        shape=shape,
+        read_by_rows=frozenset({"weight", "scales", "biases"}),
+        bits=bits,
+        group_size=group_size,
+    )
 
 
 def _floats(module: ModuleTensors) -> Iterator[PackedWeight]:
@@ -106,41 +99,19 @@ def _floats(module: ModuleTensors) -> Iterator[PackedWeight]:
         raise module.error(
             "scales", f"is {scales.dtype} {list(scales.shape)}, which does not fit {mode} words of {list(weight.shape)}"
         )
-    for name, parts in _experts(module, len(weight.shape)):
-        own = parts["weight"]
-        own_parts = {
-            "weight": own._replace(dtype=codes, shape=(*own.shape[:-1], 4 * words)),
-            "scale": parts["scales"]._replace(dtype=scale),
-        }
-        shape, by_rows = (*own.shape[:-1], columns), frozenset({"weight", "scale"})
-        if mode == "mxfp8":
-            by_rows = frozenset({"weight"})
-            yield Fp8Weight(name=name, parts=own_parts, shape=shape, read_by_rows=by_rows, block=(1, group))
-        elif mode == "mxfp4":
-            yield Mxfp4Weight(name=name, parts=own_parts, shape=shape, read_by_rows=by_rows)
-        else:
-            yield Nvfp4Weight(name=name, parts=own_parts, shape=shape, read_by_rows=by_rows, divides=False)
-
-
-def _experts(module: ModuleTensors, dimensions: int) -> Iterator[tuple[str, dict[str, StoredTensor]]]:
-    """Yield the name and parts of the module's weight, or of each of its experts."""
-    parts = module.take(weight="weight", scales="scales", biases=module.find("biases"))
-    stack = _STACK.fullmatch(module.name)
-    if dimensions == 2 or stack is None:
-        yield module.full_name("weight"), parts
-        return
-    block, matrix = stack.groups()
-    if block.endswith(_MIXTRAL_BLOCK):
-        matrix = _OF_MIXTRAL.get(matrix, matrix)
-    for expert in range(parts["weight"].shape[0]):
-        yield f"{block}.experts.{expert}.{matrix}.weight", {name: _member(part, expert) for name, part in parts.items()}
-
-
-def _member(stack: StoredTensor, index: int) -> StoredTensor:
-    """Return one of the tensors that are stacked along the first dimension."""
-    size = (stack.stop - stack.start) // stack.shape[0]
-    start = stack.start + index * size
-    return stack._replace(shape=stack.shape[1:], start=start, stop=start + size)
+    parts = {
+        "weight": weight._replace(dtype=codes, shape=(*stacked, 4 * words)),
+        "scale": scales._replace(dtype=scale),
+    }
+    module.take(weight="weight", scales="scales")
+    name, shape, by_rows = module.full_name("weight"), (*stacked, columns), frozenset({"weight", "scale"})
+    if mode == "mxfp8":
+        by_rows = frozenset({"weight"})
+        yield Fp8Weight(name=name, parts=parts, shape=shape, read_by_rows=by_rows, block=(1, group))
+    elif mode == "mxfp4":
+        yield Mxfp4Weight(name=name, parts=parts, shape=shape, read_by_rows=by_rows)
+    else:
+        yield Nvfp4Weight(name=name, parts=parts, shape=shape, read_by_rows=by_rows, divides=False)
 
 
 def _sizes(module: ModuleTensors, words: int, num_groups: int) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -10,6 +11,9 @@ from engine.models.checkpoint.safetensors_header import StoredTensor
 from engine.models.config.files.quantization import Quantization
 
 __all__ = ["ModuleTensors", "modules_of"]
+
+# What belongs to a weight of any name: bitsandbytes' state.
+_STATE = re.compile(r"(.*)\.((?:nested_)?(?:absmax|quant_map)|quant_state\.bitsandbytes__\w+)")
 
 
 @dataclass
@@ -57,6 +61,9 @@ def modules_of(
         module, separator, state = name.partition(".weight.")
         if separator:
             rest = f"weight.{state}"
+        elif (of_weight := _STATE.fullmatch(name)) and of_weight[1] in stored:
+            module, _, rest = of_weight[1].rpartition(".")
+            rest = f"{rest}.{of_weight[2]}"
         else:
             module, _, rest = name.rpartition(".")
         modules.setdefault(module, {})[rest] = tensor

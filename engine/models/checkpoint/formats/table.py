@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from engine.errors import ModelLoadError
+from engine.models.checkpoint.composed_weight import Entry
 from engine.models.checkpoint.formats.bitsandbytes import bitsandbytes_weights
 from engine.models.checkpoint.formats.compressed_integers import compressed_integers
 from engine.models.checkpoint.formats.fp4 import fp4_weights
@@ -22,9 +23,7 @@ from engine.models.checkpoint.safetensors_header import StoredTensor
 from engine.models.checkpoint.scaled_inputs import with_scaled_inputs
 from engine.models.config.files.quantization import Quantization
 
-__all__ = ["FORMATS", "Entry", "group_weights"]
-
-Entry = StoredTensor | PackedWeight
+__all__ = ["FORMATS", "group_weights"]
 
 FORMATS: tuple[Callable[[ModuleTensors], Iterator[PackedWeight]], ...] = (
     fp8_weights,

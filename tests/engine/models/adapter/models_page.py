@@ -160,6 +160,9 @@ activations and of the KV cache is not computed.
 | NF4, FP4, also with double quantisation; 8-bit | bitsandbytes |
 | integers of 2 to 8 bits with scales and biases ("affine"), MXFP4, NVFP4, MXFP8, embeddings too | MLX |
 
+Some programs also divide weights otherwise: MLX stacks experts, splits those of latent attention, turns convolutions
+and adds one to norms; Unsloth and llm-compressor have GPT-OSS's experts one by one. These layouts are read too.
+
 Each format is compared with an independent reference, bit for bit in float32, and the tokens of a tiny checkpoint with
 those of transformers for the dequantised weights (`tests/engine/models/checkpoint/formats/`).
 
