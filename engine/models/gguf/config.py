@@ -23,6 +23,7 @@ __all__ = ["gguf_config", "gguf_generation_config"]
 _DTYPES = {"F32": "float32", "F16": "float16"}  # quantised weights become bfloat16, as those of BF16
 _GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS = 46, 62  # their attention has another scale, which no key says
 _GEMMA3_PERIOD = 6
+_TOWERS = "clip"  # of files called mmproj-...
 _SAMPLING = {
     "general.sampling.temp": "temperature",
     "general.sampling.top_k": "top_k",
@@ -39,6 +40,11 @@ def gguf_config(gguf: GgufFile) -> dict[str, Any]:
     """
     fields = Fields(gguf)
     build = _BUILDERS.get(fields.architecture)
+    if fields.architecture == _TOWERS:
+        raise ModelLoadError(
+            f"'{gguf.path}' has a model's towers for images or sound, not the model; give the GGUF file that is "
+            "published beside it"
+        )
     if build is None:
         raise ModelLoadError(
             f"'{gguf.path}' is of llama.cpp's architecture '{fields.architecture}', which is not read from GGUF; "
@@ -115,6 +121,19 @@ def _llama(gguf: GgufFile, fields: Fields) -> dict[str, Any]:
             "sliding_window": None,
         }
     return config
+
+
+def _mistral3(gguf: GgufFile, fields: Fields) -> dict[str, Any]:
+    """Read Ministral 3, which scales queries by their position; other models of this architecture do not."""
+    config = _llama(gguf, fields) | {"sliding_window": None}
+    del config["attention_bias"], config["mlp_bias"]
+    rope = config["rope_parameters"]
+    if (scale := fields.number("rope.scaling.yarn_log_multiplier", 0.0)) and rope["rope_type"] == "yarn":
+        rope |= {"mscale": scale, "mscale_all_dim": scale}
+    if "attention.temperature_scale" not in fields:
+        return config | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    rope["llama_4_scaling_beta"] = fields.number("attention.temperature_scale")
+    return config | {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3"}
 
 
 def _qwen2(gguf: GgufFile, fields: Fields) -> dict[str, Any]:
@@ -252,9 +271,13 @@ def _layer_types(fields: Fields, period: int) -> list[str]:
 
 _BUILDERS: dict[str, Callable[[GgufFile, Fields], dict[str, Any]]] = {
     "llama": _llama,
+    "mistral3": _mistral3,
     "qwen2": _qwen2,
+    "qwen2vl": _qwen2,  # for text, the three positions of a token are the same
     "qwen3": _qwen3,
     "qwen3moe": _qwen3_moe,
+    "qwen3vl": _qwen3,
+    "qwen3vlmoe": _qwen3_moe,
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3": _gemma3,

@@ -59,7 +59,7 @@ def gguf_weights(gguf: GgufFile) -> dict[str, GgufWeight]:
     if architecture in RECURRENT_NAMES:
         return recurrent_weights(gguf, fields)
     heads = {}
-    if architecture == "llama":
+    if architecture in ("llama", "mistral3"):
         count = fields.integer("attention.head_count")
         heads = {"attn_q": count, "attn_k": fields.integer("attention.head_count_kv", count)}
     is_mixtral = architecture == "llama" and fields.integer("expert_count", 0, smallest=0) > 0
@@ -102,7 +102,7 @@ def _experts(
     if architecture == "gpt-oss":
         return dict(_stacked(gguf, number, module, kind, tensor))
     block = f"model.layers.{number}.{'block_sparse_moe' if is_mixtral else 'mlp'}.experts"
-    return of_each_expert(tensor, block, f"{(_MIXTRAL_EXPERTS if is_mixtral else EXPERTS)[module]}.{kind}")
+    return of_each_expert(tensor, block, module, kind, _MIXTRAL_EXPERTS if is_mixtral else EXPERTS)
 
 
 def _stacked(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from engine.models.gguf.fields import Fields
 from engine.models.gguf.file import GgufFile
 from engine.models.gguf.header import GgufTensor
-from engine.models.gguf.weight import EXPERTS, GgufWeight, holds_experts, of_each_expert
+from engine.models.gguf.weight import GgufWeight, holds_experts, of_each_expert
 
 __all__ = ["RECURRENT_NAMES", "recurrent_weights"]
 
@@ -199,7 +199,7 @@ def recurrent_weights(gguf: GgufFile, fields: Fields) -> dict[str, GgufWeight]:
             weight = _weight(tensor, module, own, heads.get(module, 0), adds_one=_adds_one(names, module))
             weights[stored_as] = weight if order is None else order.restored(weight, module)
         elif holds_experts(module, kind, tensor):
-            weights |= of_each_expert(tensor, f"{block}.{names.experts}", f"{EXPERTS[module]}.{kind}")
+            weights |= of_each_expert(tensor, f"{block}.{names.experts}", module, kind)
         else:
             weights[name] = GgufWeight(parts=(tensor,), shape=tensor.shape)
     return weights

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from engine.models.gguf.header import GgufTensor
@@ -9,6 +10,7 @@ from engine.models.gguf.header import GgufTensor
 __all__ = ["EXPERTS", "GgufWeight", "holds_experts", "of_each_expert"]
 
 EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+_GATES_AND_UPS = "ffn_gate_up_exps"  # of one stack, which the converter writes if it is asked to
 _MAX_EXPERTS = 4096
 
 
@@ -49,22 +51,34 @@ class GgufWeight:
 def holds_experts(module: str, kind: str | None, tensor: GgufTensor) -> bool:
     """Return whether a tensor stacks something of each expert; one of another shape keeps its name and is refused."""
     num_dimensions = 2 if kind == "bias" else 3
-    return module in EXPERTS and len(tensor.shape) == num_dimensions and tensor.shape[0] <= _MAX_EXPERTS
+    is_known = module in EXPERTS or (module == _GATES_AND_UPS and tensor.shape[1 % len(tensor.shape)] % 2 == 0)
+    return is_known and len(tensor.shape) == num_dimensions and tensor.shape[0] <= _MAX_EXPERTS
 
 
-def of_each_expert(tensor: GgufTensor, block: str, name: str) -> dict[str, GgufWeight]:
-    """Return the weight of each expert of a stack, as ``block.expert.name``."""
-    size = (tensor.stop - tensor.start) // tensor.shape[0]
+def of_each_expert(
+    tensor: GgufTensor, block: str, module: str, kind: str, names: Mapping[str, str] = EXPERTS
+) -> dict[str, GgufWeight]:
+    """Return the weights of each expert of a stack, as ``block.expert.name.kind``; gates and ups may be in one stack.
+
+    Args:
+        tensor: the stack.
+        block: of the experts.
+        module: llama.cpp's name of the stack.
+        kind: weight or bias.
+        names: of the experts' matrices.
+    """
+    if module != _GATES_AND_UPS:
+        return _of_each(tensor, f"{block}.{{}}.{names[module]}.{kind}", 0, 1)
+    gates, ups = (f"{block}.{{}}.{names[part]}.{kind}" for part in ("ffn_gate_exps", "ffn_up_exps"))
+    return _of_each(tensor, gates, 0, 2) | _of_each(tensor, ups, 1, 2)
+
+
+def _of_each(tensor: GgufTensor, name: str, index: int, count: int) -> dict[str, GgufWeight]:
+    """Return one of ``count`` equal parts of the rows of each expert."""
+    size = (tensor.stop - tensor.start) // (tensor.shape[0] * count)
+    shape = (tensor.shape[1] // count, *tensor.shape[2:])
+    starts = {name.format(expert): tensor.start + (expert * count + index) * size for expert in range(tensor.shape[0])}
     return {
-        f"{block}.{expert}.{name}": GgufWeight(
-            parts=(
-                tensor._replace(
-                    shape=tensor.shape[1:],
-                    start=tensor.start + expert * size,
-                    stop=tensor.start + (expert + 1) * size,
-                ),
-            ),
-            shape=tensor.shape[1:],
-        )
-        for expert in range(tensor.shape[0])
+        own: GgufWeight(parts=(tensor._replace(shape=shape, start=start, stop=start + size),), shape=shape)
+        for own, start in starts.items()
     }

@@ -48,6 +48,14 @@ LLAMA3 = {
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 128}
 _GPT_OSS_ROPE = _YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+_MINISTRAL = _YARN | {
+    "original_max_position_embeddings": 8,
+    "beta_fast": 16.0,
+    "beta_slow": 2.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.25,
+}
 _LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
@@ -67,9 +75,14 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("llama", "llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
     "llama-biases": ("llama", "llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
     "mixtral": ("llama", "mixtral", _EXPERTS),
+    "ministral3": ("mistral3", "ministral3", {"rope_parameters": _MINISTRAL}),
+    "mistral3": ("mistral3", "mistral", {"sliding_window": None}),
     "qwen2": ("qwen2", "qwen2", {"rope_parameters": _YARN}),
     "qwen3": ("qwen3", "qwen3", {"tie_word_embeddings": True, "head_dim": 32}),
     "qwen3moe": ("qwen3moe", "qwen3_moe", _EXPERTS | {"norm_topk_prob": True}),
+    "qwen2vl": ("qwen2vl", "qwen2", {}),
+    "qwen3vl": ("qwen3vl", "qwen3", {"head_dim": 32}),
+    "qwen3vlmoe": ("qwen3vlmoe", "qwen3_moe", _EXPERTS | {"norm_topk_prob": True}),
     "gemma": ("gemma", "gemma", {}),
     "gemma2": ("gemma2", "gemma2", _SLIDING | {"query_pre_attn_scalar": 64}),
     "gemma3": (
@@ -167,7 +180,7 @@ def _undo(decoded: torch.Tensor, tensor: str, architecture: str, config: Any) ->
     """Return what transformers has where the converter has written ``decoded``."""
     if architecture.startswith("gemma") and tensor.endswith("norm.weight"):
         return decoded - 1
-    if architecture == "llama" and (".q_proj." in tensor or ".k_proj." in tensor):
+    if architecture in ("llama", "mistral3") and (".q_proj." in tensor or ".k_proj." in tensor):
         heads = config.num_attention_heads if ".q_proj." in tensor else config.num_key_value_heads
         split = decoded.reshape(heads, len(decoded) // heads // 2, 2, *decoded.shape[1:])
         return split.transpose(1, 2).reshape(decoded.shape)
@@ -255,9 +268,18 @@ def _add_metadata(writer: Any, architecture: str, config: Any) -> None:
     if full["rope_type"] in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(full["rope_type"]))
         writer.add_rope_scaling_factor(full["factor"])
+    if architecture.endswith(("vl", "vlmoe")):
+        writer.add_rope_dimension_sections([8, 12, 12, 0])
+    if architecture.startswith("qwen3vl"):
+        writer.add_num_deepstack_layers(3)
     if full["rope_type"] == "yarn":
         writer.add_rope_scaling_orig_ctx_len(full["original_max_position_embeddings"])
-    if architecture == "llama":
+    if "llama_4_scaling_beta" in full:
+        writer.add_rope_scaling_yarn_beta_fast(full["beta_fast"])
+        writer.add_rope_scaling_yarn_beta_slow(full["beta_slow"])
+        writer.add_rope_scaling_yarn_log_mul(full["mscale_all_dim"])
+        writer.add_attn_temperature_scale(full["llama_4_scaling_beta"])
+    if architecture in ("llama", "mistral3"):
         writer.add_vocab_size(config.vocab_size)
         writer.add_rope_dimension_count(config.head_dim)
     if architecture == "phi3":
@@ -274,7 +296,7 @@ def _add_metadata(writer: Any, architecture: str, config: Any) -> None:
     if (experts := getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)) is not None:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
-        if architecture == "qwen3moe":
+        if architecture in ("qwen3moe", "qwen3vlmoe"):
             writer.add_expert_feed_forward_length(config.moe_intermediate_size)
         elif architecture == "gpt-oss":
             writer.add_expert_feed_forward_length(config.intermediate_size)

@@ -22,6 +22,7 @@ from engine.sampling_params import SamplingParams
 from kernels.dequant.gguf_types import GGUF_TYPES
 from tests.engine.models.gguf.conftest import Converted
 from tests.engine.models.gguf.converted import ARCHITECTURES, build_model, write_gguf
+from tests.engine.models.gguf.metadata import write_metadata
 from tests.engine.models.gguf.recurrent import stored_values
 from tests.engine.models.ties import require_no_ties
 from tests.engine.oracle import answers, eos_ids, make_llm, random_tokens, run
@@ -158,6 +159,21 @@ def test_layers_that_predict_further_tokens_are_not_read(tmp_path: Path) -> None
     write_gguf(build_model("qwen35"), "qwen35", path := tmp_path / "a.gguf", add_tokenizer=with_another_layer)
     llm = make_llm(str(path), num_blocks=16)
     assert len(llm.engine.runner.workers.local.shard.model.layers) == 2  # type: ignore[attr-defined]
+
+
+def test_gates_and_ups_of_experts_may_be_in_one_stack(tmp_path: Path) -> None:
+    gates, ups = torch.randn(3, 8, 256), torch.randn(3, 8, 256)
+    stored = torch.cat([gates, ups], dim=1).half().numpy()
+    write_metadata(
+        path := tmp_path / "a.gguf",
+        "qwen3moe",
+        add=lambda writer: writer.add_tensor("blk.0.ffn_gate_up_exps.weight", stored),
+    )
+    with open_checkpoint(path) as checkpoint:
+        for expert in range(3):
+            for name, values in (("gate_proj", gates), ("up_proj", ups)):
+                read = checkpoint.read(f"model.layers.0.mlp.experts.{expert}.{name}.weight")
+                assert torch.equal(read, values[expert].half())
 
 
 def test_a_scale_that_is_not_finite_is_named(tmp_path: Path) -> None:

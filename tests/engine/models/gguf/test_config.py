@@ -27,6 +27,8 @@ from tests.engine.models.gguf.conftest import Converted
 from tests.engine.models.gguf.converted import ARCHITECTURES
 from tests.engine.models.gguf.metadata import write_metadata
 
+BY_TRANSFORMERS = ("gpt-oss", "ministral3")
+
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_is_the_config_of_the_converted_model(converted: Converted, name: str) -> None:
@@ -38,14 +40,15 @@ def test_is_the_config_of_the_converted_model(converted: Converted, name: str) -
     if name == "mamba2":  # whose file has no use for these
         unknown |= {"max_position_embeddings": 0, "intermediate_size": 0}
     assert replace(ours, **unknown) == replace(theirs, **unknown)
-    assert type(ours) is (TransformersConfig if name == "gpt-oss" else ModelConfig)
+    assert type(ours) is (TransformersConfig if name in BY_TRANSFORMERS else ModelConfig)
     if isinstance(ours, ModelConfig):
         tables = [rope_tables(config, ours.rope, ours.rope_widths, 512) for config in (read, original)]
         torch.testing.assert_close(*tables, rtol=0, atol=1e-6 if name == "llama" else 0)
 
 
-def test_transformers_computes_gpt_oss_with_it(converted: Converted) -> None:
-    model, path = converted("gpt-oss")
+@pytest.mark.parametrize("name", BY_TRANSFORMERS)
+def test_transformers_computes_a_model_with_it(converted: Converted, name: str) -> None:
+    model, path = converted(name)
     ours, theirs = read_with_transformers(path).to_dict(), model.config.to_dict()
     different = {key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)}
     assert different <= {"dtype", "transformers_version", "_attn_implementation", "pad_token_id", "bos_token_id",
@@ -112,6 +115,7 @@ def test_the_end_of_a_harmony_message_is_no_stop_token(tmp_path: Path) -> None:
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "another architecture": ("mamba", {}, "architecture 'mamba', which is not read from GGUF; supported: llama"),
+    "towers": ("clip", {}, "has a model's towers for images or sound, not the model; give the GGUF file"),
     "no layers": ("llama", {"block_count": None}, "it has no llama.block_count; download"),
     "heads by layer": ("llama", {"attention.head_count_kv": [1, 2]}, r"head_count_kv=\[1, 2\] differs between layers"),
     "no heads": ("llama", {"attention.head_count": 0}, "llama.attention.head_count=0 is not an integer from 1"),
