@@ -3,6 +3,7 @@
 language_model.model.layers.0...    language_model.lm_head.weight    Gemma 3, Mistral 3, Llava
 model.language_model.layers.0...    lm_head.weight                   Qwen3-VL, and what transformers saves
 model.text_model.layers.0...        lm_head.weight                   Idefics 3, SmolVLM
+thinker.model.layers.0...           thinker.lm_head.weight           Qwen2.5-Omni, Qwen3-Omni: beside talker.*
 model.layers.0...                   lm_head.weight                   Qwen2-VL, Qwen2.5-VL: beside visual.*
 """
 
@@ -25,12 +26,14 @@ _RENAMED = (
     ("language_model.lm_head.", "lm_head."),
     ("model.language_model.", "model."),
     ("model.text_model.", "model."),
+    ("thinker.model.", "model."),
+    ("thinker.lm_head.", "lm_head."),
 )
 # What is not text. A list, so that the weights of another model are refused and not ignored.
 _DROPPED = re.compile(
-    r"(model\.)?(aligner|audio_tower|connector|embed_audio|embed_vision|mm_projector|multi_modal_projector|patch_merger|"
+    r"(model\.)?(aligner|audio_tower|connector|embed_audio|embed_vision|merger|mm_projector|multi_modal_projector|patch_merger|"
     r"projector|vision_embedder|vision_encoder|vision_model|vision_projection|vision_tower|visual|visual_embeddings_table)\.|"
-    r"(model\.)?image_newline$|mtp\."
+    r"(model\.)?image_newline$|mtp\.|thinker\.(audio_tower|visual)\.|talker\.|code2wav\.|token2wav\."
 )
 _WITH_TURNED_EXPERTS = ("Qwen3VLMoeForConditionalGeneration",)  # in some of their checkpoints
 _GATE_UP, _DOWN = ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"

@@ -107,6 +107,7 @@ PROVEN = frozenset(
 ALIASES = {
     "KimiK25ForConditionalGeneration": "Kimi_K25ForConditionalGeneration",
     "PhiMoEForCausalLM": "PhimoeForCausalLM",
+    "Qwen2_5OmniModel": "Qwen2_5OmniForConditionalGeneration",
 }
 
 # Model types in published checkpoints whose code is their own, and transformers' of the models that compute the same.

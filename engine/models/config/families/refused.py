@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["CONDITIONAL", "NOT_TEXT_ONLY", "REFUSED", "REFUSED_TEXT_PARTS", "UNKNOWN", "reason_of"]
+__all__ = ["CONDITIONAL", "NOT_TEXT_ONLY", "REFUSED", "REFUSED_TEXT_PARTS", "UNKNOWN", "is_refused", "reason_of"]
 
 _RECURRENT = "its recurrent layers are of a kind that is not computed"
 _CONVOLUTIONAL = "its convolutional layers are of a kind that is not computed"
@@ -149,7 +149,6 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
         "GitForCausalLM",
         "IdeficsForVisionText2Text",
         "MiniCPMOcrForConditionalGeneration",
-        "MiniCPMV4_6ForConditionalGeneration",
         "MiniCPMV4_7ForConditionalGeneration",
         "MllamaForCausalLM",
         "MllamaForConditionalGeneration",
@@ -180,6 +179,13 @@ REFUSED_TEXT_PARTS = {
 CONDITIONAL = "ForConditionalGeneration"  # how the names of encoder-decoders and of models of images or sound end
 NOT_TEXT_ONLY = "it is an encoder-decoder, or takes images or sound and no test has compared its text part"
 UNKNOWN = "no test has compared it with transformers"
+_NOT_GENERATIVE = "it does not generate text"
+_OTHER_HEADS = ("Classification", "MaskedLM", "QuestionAnswering", "RewardModel", "TextModel", "Embedding", "Reranker")
+
+
+def is_refused(name: str) -> bool:
+    """Return whether an architecture is refused for a reason that is known from its name."""
+    return name in REFUSED or name in REFUSED_TEXT_PARTS or name.endswith(_OTHER_HEADS)
 
 
 def reason_of(name: str) -> str:
@@ -187,4 +193,6 @@ def reason_of(name: str) -> str:
     if name in REFUSED_TEXT_PARTS:
         part = REFUSED_TEXT_PARTS[name]
         return f"its text part, {part}, is not: {REFUSED[part]}"
+    if name.endswith(_OTHER_HEADS):
+        return REFUSED.get(name, _NOT_GENERATIVE)
     return REFUSED.get(name, NOT_TEXT_ONLY if name.endswith(CONDITIONAL) else UNKNOWN)

@@ -12,7 +12,7 @@ from typing import Any
 
 from engine.errors import ConfigError, ModelLoadError, shown
 from engine.models.config.families.architectures import ALIASES, PROVEN, require_served
-from engine.models.config.families.refused import REFUSED, REFUSED_TEXT_PARTS
+from engine.models.config.families.refused import is_refused
 from engine.models.config.families.table import ARCHITECTURES
 from engine.models.config.files.json_file import read_json
 from engine.models.config.files.other_forms import what_to_give
@@ -69,7 +69,7 @@ def read_config_json(path: str | Path) -> dict[str, Any]:
 def _require_not_refused(raw: dict[str, Any]) -> None:
     """Raise ModelLoadError for an architecture that is refused with a reason, which is a better one than its code."""
     match text_fields(raw).get("architectures"):
-        case [str(name), *_] if name in REFUSED or name in REFUSED_TEXT_PARTS:
+        case [str(name), *_] if is_refused(name):
             require_served(name)
 
 

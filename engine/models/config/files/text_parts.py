@@ -29,25 +29,29 @@ MULTIMODAL: dict[str, tuple[str, ...]] = {
     "Gemma3nForConditionalGeneration": ("gemma3n_text",),
     "Gemma4ForConditionalGeneration": ("gemma4_text",),
     "Gemma4UnifiedForConditionalGeneration": ("gemma4_unified_text",),
+    "Glm46VForConditionalGeneration": ("glm4v_text", "glm4v_moe_text"),
     "Glm4vForConditionalGeneration": ("glm4v_text",),
     "Glm4vMoeForConditionalGeneration": ("glm4v_moe_text",),
     "GlmAsrForConditionalGeneration": ("llama",),
     "GotOcr2ForConditionalGeneration": (_QWEN2,),
     "Idefics2ForConditionalGeneration": ("mistral",),
     "Idefics3ForConditionalGeneration": ("llama",),
-    "InternVLForConditionalGeneration": (_QWEN2, _QWEN3, "qwen3_moe"),
+    "InternVLForConditionalGeneration": (_QWEN2, _QWEN3, "qwen3_moe", "gpt_oss"),
     "Kimi_K25ForConditionalGeneration": ("deepseek_v3",),
     "LightOnOcrForConditionalGeneration": (_QWEN3,),
     "Lfm2VlForConditionalGeneration": ("lfm2",),
     "LlavaForConditionalGeneration": ("llama", "mistral", _QWEN2),
-    "LlavaNextForConditionalGeneration": ("llama", "mistral", _QWEN2),
+    "LlavaNextForConditionalGeneration": ("llama", "mistral", _QWEN2, "granite"),
     "LlavaNextVideoForConditionalGeneration": ("llama",),
     "LlavaOnevisionForConditionalGeneration": (_QWEN2,),
+    "MiniCPMV4_6ForConditionalGeneration": ("qwen3_5_text",),
     "Mistral3ForConditionalGeneration": ("mistral", "ministral3", "mistral4"),
     "Ovis2ForConditionalGeneration": (_QWEN2,),
     "Qwen2AudioForConditionalGeneration": (_QWEN2,),
     "Qwen2VLForConditionalGeneration": ("qwen2_vl_text",),
+    "Qwen2_5OmniForConditionalGeneration": ("qwen2_5_omni_text",),
     "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl_text",),
+    "Qwen3OmniMoeForConditionalGeneration": ("qwen3_omni_moe_text",),
     "Qwen3VLForConditionalGeneration": ("qwen3_vl_text",),
     "Qwen3VLMoeForConditionalGeneration": ("qwen3_vl_moe_text",),
     "Qwen3_5ForConditionalGeneration": ("qwen3_5_text",),
@@ -70,16 +74,20 @@ TEXT_ARCHITECTURES = {
     "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
     "glm4v_moe_text": "Glm4MoeForCausalLM",
     "glm4v_text": "Glm4ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "granite": "GraniteForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
     "llama": "LlamaForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
     "mistral4": "Mistral4ForCausalLM",
     _QWEN2: "Qwen2ForCausalLM",
+    "qwen2_5_omni_text": "Qwen2ForCausalLM",
     "qwen2_5_vl_text": "Qwen2ForCausalLM",
     "qwen2_vl_text": "Qwen2ForCausalLM",
     _QWEN3: "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_omni_moe_text": "Qwen3MoeForCausalLM",
     "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
     "qwen3_vl_text": "Qwen3ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
@@ -90,8 +98,10 @@ TEXT_ARCHITECTURES = {
 _SAME_AS = {
     "glm4v_moe_text": "glm4_moe",
     "glm4v_text": "glm4",
+    "qwen2_5_omni_text": _QWEN2,
     "qwen2_5_vl_text": _QWEN2,
     "qwen2_vl_text": _QWEN2,
+    "qwen3_omni_moe_text": "qwen3_moe",
     "qwen3_vl_moe_text": "qwen3_moe",
     "qwen3_vl_text": _QWEN3,
 }
@@ -101,7 +111,12 @@ _FIXED: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe_text": {"norm_topk_prob": True},
 }
 _NOT_COPIED = frozenset({"_name_or_path", "architectures", "model_type", "quantization_config", "transformers_version"})
-_POSITIONS_OF_IMAGES = ("mrope_interleaved", "mrope_section")  # the three positions of a token of text are equal
+_THINKER = "thinker_config"  # of models that also speak: the part that writes text
+_POSITIONS_OF_IMAGES = (
+    "interleaved",
+    "mrope_interleaved",
+    "mrope_section",
+)  # the three positions of a token of text are equal
 
 
 def text_fields(raw: dict[str, Any]) -> dict[str, Any]:
@@ -114,7 +129,8 @@ def text_fields(raw: dict[str, Any]) -> dict[str, Any]:
     """
     match raw.get("architectures"):
         case [str(published), *_] if (name := ALIASES.get(published, published)) in MULTIMODAL:
-            nested = raw.get("text_config")
+            thinker = raw.get(_THINKER)
+            nested = (thinker if isinstance(thinker, dict) else raw).get("text_config")
             fields = nested if isinstance(nested, dict) else raw  # Qwen2-VL's are at the top
             model_type = nested.get("model_type") if isinstance(nested, dict) else None
             return fields | {"architectures": [_text_architecture(name, model_type or MULTIMODAL[name][0])]}
@@ -150,6 +166,7 @@ def text_config(config: Any) -> Any:
     architecture = _text_architecture(name, part.model_type)
     text = _own_config(part)
     text.architectures = [architecture]
+    config = getattr(config, _THINKER, config)
     text.tie_word_embeddings = bool(getattr(config, "tie_word_embeddings", False))
     if text.dtype is None:
         text.dtype = config.dtype

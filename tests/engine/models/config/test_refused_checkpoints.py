@@ -50,7 +50,7 @@ PUBLISHED: dict[str, tuple[str, str, dict[str, Any], str]] = {
         part("Llama4ForCausalLM", "its chunked attention"),
     ),
     "MiMo-7B-Base": ("MiMoForCausalLM", "mimo", {}, NO_CLASS),
-    "MiniCPM-V-4.6": ("MiniCPMV4_6ForConditionalGeneration", "minicpmv4_6", {}, NOT_COMPARED),
+    "Llama-3.2-11B-Vision-Instruct": ("MllamaForConditionalGeneration", "mllama", {}, NOT_COMPARED),
     "MiniMax-M3": ("MiniMaxM3ForCausalLM", "minimax_m3", {}, INDEXED),
     "MiniMax-M3-NVFP4": (
         "MiniMaxM3SparseForConditionalGeneration",
@@ -82,6 +82,15 @@ def test_a_published_checkpoint_is_refused_for_its_real_reason(tmp_path: Path, n
         ) as error:
             read(tmp_path)
         assert str(error.value).endswith(("; docs/models.md lists what is served", "whose name ends with -hf"))
+
+
+@pytest.mark.parametrize(
+    "name", ["Qwen3ForSequenceClassification", "BertForMaskedLM", "Qwen2ForRewardModel", "Gemma3TextModel"]
+)
+def test_a_model_that_generates_no_text_is_named_as_that(name: str, tmp_path: Path) -> None:
+    checkpoint(tmp_path, {"architectures": [name], "model_type": "qwen3"} | OWN_CODE)
+    with pytest.raises(ModelLoadError, match=f"'{name}' is not supported: it does not generate text; docs/models.md"):
+        read_config_json(tmp_path)
 
 
 def test_an_architecture_without_a_test_is_refused_at_once(tmp_path: Path) -> None:

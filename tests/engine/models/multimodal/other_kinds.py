@@ -8,6 +8,7 @@ from tests.engine.models.adapter.tiny_models import WINDOW
 from tests.engine.models.multimodal.tiny_multimodal import (
     CLIP,
     EXPERTS,
+    GATED_DELTA,
     MISTRAL,
     PIXTRAL,
     QWEN_VISION,
@@ -67,6 +68,16 @@ OTHER_KINDS: dict[str, TinyMultimodal] = {
         {"vision_config": CLIP} | _UNTIED | _GRID,
         (*_IN_LANGUAGE_MODEL, "image_newline"),
     ),
+    "llava-next-granite": TinyMultimodal(
+        "granite-vision-3.2-2b, granite-vision-3.3-2b",
+        "LlavaNextForConditionalGeneration",
+        "llava_next",
+        TEXT
+        | {"model_type": "granite", "attention_multiplier": 0.5, "embedding_multiplier": 3.0}
+        | {"residual_multiplier": 0.7, "logits_scaling": 2.0},
+        {"vision_config": _HEADLESS, "image_token_index": 119, "tie_word_embeddings": True} | _GRID,
+        (*_TIED, "image_newline"),
+    ),
     "llava-onevision": TinyMultimodal(
         "llava-onevision-qwen2-0.5b-ov-hf, llava-onevision-qwen2-7b-ov-hf, llava-onevision-qwen2-72b-ov-hf",
         "LlavaOnevisionForConditionalGeneration",
@@ -98,6 +109,16 @@ OTHER_KINDS: dict[str, TinyMultimodal] = {
         _QWEN3 | EXPERTS | {"model_type": "qwen3_moe", "norm_topk_prob": True},
         {"vision_config": _INTERNVL, "image_token_id": 119, "tie_word_embeddings": False},
         _IN_LANGUAGE_MODEL,
+    ),
+    "internvl-gpt-oss": TinyMultimodal(
+        "InternVL3_5-GPT-OSS-20B-A4B-Preview-HF",
+        "InternVLForConditionalGeneration",
+        "internvl",
+        TEXT
+        | {"model_type": "gpt_oss", "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
+        | {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
+        {"vision_config": _INTERNVL, "image_token_id": 119, "tie_word_embeddings": False},
+        (*_IN_LANGUAGE_MODEL, "language_model.model.layers.0.mlp.experts.gate_up_proj_bias"),
     ),
     "idefics3": TinyMultimodal(
         "SmolVLM-Instruct, SmolVLM-500M-Instruct, SmolVLM-256M-Instruct, Idefics3-8B-Llama3",
@@ -213,6 +234,38 @@ OTHER_KINDS: dict[str, TinyMultimodal] = {
         | {"rope_scaling": {"type": "default", "mrope_section": [1, 2, 1]}, "partial_rotary_factor": 0.5},
         {"vision_config": _GLM_VISION, "tie_word_embeddings": False} | _GLM_TOKENS,
         (*_UNDER_MODEL, "model.visual.patch_embed.proj.weight"),
+    ),
+    "glm-4.6v": TinyMultimodal(
+        "GLM-4.6V",
+        "Glm46VForConditionalGeneration",
+        "glm46v",
+        TEXT
+        | {"model_type": "glm4v_moe_text", "head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 24, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
+        | {"first_k_dense_replace": 1, "attention_bias": True, "eos_token_id": [2, 3], "pad_token_id": 0}
+        | {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 2, 1], "partial_rotary_factor": 0.5}},
+        {"vision_config": _GLM_VISION | {"model_type": "glm4v_moe_vision"}, "tie_word_embeddings": False} | _GLM_TOKENS,
+        _UNDER_MODEL,
+    ),
+    "glm-4.6v-flash": TinyMultimodal(
+        "GLM-4.6V-Flash",
+        "Glm46VForConditionalGeneration",
+        "glm46v",
+        TEXT
+        | {"model_type": "glm4v_text"}
+        | {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 2, 1], "partial_rotary_factor": 0.5}}
+        | {"eos_token_id": [2, 3], "pad_token_id": 0},
+        {"vision_config": _GLM_VISION | {"model_type": "glm4v_vision"}, "tie_word_embeddings": False} | _GLM_TOKENS,
+        _UNDER_MODEL,
+    ),
+    "minicpm-v-4.6": TinyMultimodal(
+        "MiniCPM-V-4.6",
+        "MiniCPMV4_6ForConditionalGeneration",
+        "minicpmv4_6",
+        TEXT | GATED_DELTA | {"model_type": "qwen3_5_text", "eos_token_id": 2},
+        {"vision_config": _IDEFICS | {"num_hidden_layers": 2}, "insert_layer_id": 0, "tie_word_embeddings": False}
+        | {"image_token_id": 110, "video_token_id": 111},
+        ("model.language_model.layers.0.linear_attn.in_proj_qkv.weight", "lm_head.weight"),
     ),
     "video-llama3": TinyMultimodal(
         "VideoLLaMA3-2B-Image-HF",

@@ -18,8 +18,15 @@ from tests.engine.models.multimodal.published_kinds import PUBLISHED_KINDS
 from tests.engine.models.multimodal.tiny_multimodal import TinyMultimodal
 
 TINY = PUBLISHED_KINDS | OTHER_KINDS
-# Kinds that test_gemma3n.py compares: the names of checkpoints, and the types of the whole model and of its text part.
-COMPARED_APART = {"gemma-3n-E2B-it, gemma-3n-E4B-it": ("Gemma3nForConditionalGeneration", "gemma3n_text")}
+# Kinds that other files compare: the names of checkpoints, and the types of the whole model and of its text part.
+COMPARED_APART = {
+    "gemma-3n-E2B-it, gemma-3n-E4B-it": ("Gemma3nForConditionalGeneration", "gemma3n_text"),
+    "Qwen2.5-Omni-3B, Qwen2.5-Omni-7B": ("Qwen2_5OmniForConditionalGeneration", "qwen2_5_omni_text"),
+    "Qwen3-Omni-30B-A3B-Instruct, Qwen3-Omni-30B-A3B-Thinking": (
+        "Qwen3OmniMoeForConditionalGeneration",
+        "qwen3_omni_moe_text",
+    ),
+}
 # Every layout of names, experts, and states.
 FEW = ("gemma3", "ministral3", "qwen2.5-vl", "qwen3-vl-moe", "qwen3.5-moe", "smolvlm")
 CASES = [name if name in FEW else pytest.param(name, marks=pytest.mark.long) for name in TINY]  # few in `make test`
