@@ -70,6 +70,7 @@ PROVEN = frozenset(
         "JetMoeForCausalLM",
         "Kolibri1ForCausalLM",
         "LagunaForCausalLM",
+        "Llama4ForCausalLM",
         "LlamaForCausalLM",
         "MellumForCausalLM",
         "MiMoV2FlashForCausalLM",
