@@ -124,7 +124,10 @@ class Collected:
         self.is_done = output.is_last
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.long) for seed in (0, 2, 3))])
+MORE_SEEDS = [pytest.param(seed, marks=pytest.mark.exhaustive("more requests of the same kinds")) for seed in (2, 3)]
+
+
+@pytest.mark.parametrize("seed", [1, pytest.param(0, marks=pytest.mark.long), *MORE_SEEDS])
 def test_fuzzed_requests_end_or_are_rejected_and_harm_no_other(qwen3: SavedModel, seed: int) -> None:
     prompts, params, expected = references(qwen3.path)
     rng = random.Random(seed)

@@ -47,8 +47,12 @@ def test_greedy_tokens_equal_those_of_the_multimodal_class(published: Published,
         assert activity.num_recomputed
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", FEW)
+SWEEP = pytest.mark.exhaustive("24 settings of decoders whose own families have them, too; CI runs one")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name == "gemma3" else SWEEP) for name in FEW]
+)
 def test_greedy_tokens_in_every_setting(published: Published, expected: Expected, name: str) -> None:
     for setting in SETTINGS:
         check(str(published(name).path), setting, expected(name), model_impl="auto")

@@ -51,8 +51,8 @@ def start(path: str, **options: Any) -> LLM:
 
 FEW = [WINDOWS, "lfm2"]
 FURTHER = pytest.mark.exhaustive("replays of further families; CI has one of each kind of cache")
-MORE = [pytest.param(name, marks=FURTHER) for name in RECURRENT if name not in (*FEW, "qwen3.5")]
-LONG = [pytest.param(name, marks=pytest.mark.long) for name in (HEADS, "qwen3.5")]
+MORE = [pytest.param(name, marks=FURTHER) for name in RECURRENT if name not in FEW]
+LONG = [pytest.param(HEADS, marks=pytest.mark.long)]
 
 
 @pytest.mark.parametrize("path", [*FEW, *LONG, *MORE], indirect=True)
