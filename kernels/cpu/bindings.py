@@ -76,9 +76,9 @@ class CExperts(ctypes.Structure):
 
     _fields_ = (
         *_fields(CWeight, "router", "gate_up", "down", "shared_gate_up", "shared_down", "latent_in", "latent_out"),
-        *_fields(_POINTER, "choice_bias"),
+        *_fields(_POINTER, "router_norm", "expert_scales", "choice_bias"),
         *_fields(_INT32, "num_experts", "top_k", "hidden_size", "intermediate_size", "normalizes_weights"),
-        *_fields(_INT32, "is_sigmoid", "has_gate", "num_groups", "top_groups", "groups_sum_two", "gates_shared"),
+        *_fields(_INT32, "is_sigmoid", "activation", "num_groups", "top_groups", "groups_sum_two", "gates_shared"),
         *_fields(_FLOAT, "epsilon", "weight_scale"),
     )
 
@@ -167,6 +167,7 @@ class CLayer(ctypes.Structure):
     _fields_ = (
         *_fields(CWeight, "qkv", "output", "gate_up", "down", "own_gate", "own_projection"),
         *_fields(_POINTER, "input_norm", "post_attention_norm", "attention_output_norm", "mlp_output_norm"),
+        *_fields(_POINTER, "experts_norm", "dense_output_norm", "experts_output_norm"),
         *_fields(_POINTER, "own_output_norm", "query_norm", "key_norm", "rope", "experts", "latent", "recurrent"),
         *_fields(_INT32, "num_heads", "num_kv_heads", "head_dim", "gate_width", "hidden_size", "intermediate_size"),
         *_fields(_INT32, "own_width", "own_index"),
@@ -204,6 +205,7 @@ _LAYER, _STEP, _POINTERS = ctypes.POINTER(CLayer), ctypes.POINTER(CStep), ctypes
 
 # Name: what it returns (None: nothing), and its arguments; in the order of csrc's headers.
 FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "pagoda_add_dense_and_experts": (None, (_LAYER, _POINTER, _POINTER, _POINTER, _INT32)),
     "pagoda_add_own_input": (None, (_LAYER, _STEP)),
     "pagoda_add_to_residual": (None, (_POINTER, _POINTER, _INT32, _INT32, _POINTER, *(_FLOAT,) * 3)),
     "pagoda_all_finite": (_INT32, (_POINTER, _INT64, _INT32)),

@@ -9,7 +9,8 @@ import torch
 
 from kernels.cpu.bindings import CExperts, CWeight
 from kernels.cpu.library import require
-from kernels.cpu.linear import LANES, PANELS_AT_ONCE, PackedLinear, WeightKind
+from kernels.cpu.linear import LANES, PANELS_AT_ONCE, PackedLinear, WeightKind, activation_number
+from kernels.layer_ops.base import Activation
 
 __all__ = ["ExpertSizes", "PackedExperts", "experts"]
 
@@ -23,7 +24,8 @@ class ExpertSizes:
         normalizes_weights: the chosen experts' scores are divided by their sum and ``norm_epsilon``.
         is_sigmoid: scores are sigmoids of the router's logits; else their softmax.
         weight_scale: of the chosen experts' weights.
-        has_gate: an expert is a SwiGLU; else it squares what a ReLU leaves.
+        has_gate: an expert is gated; else it squares what a ReLU leaves, whatever ``activation`` says.
+        activation: of the gate.
         gates_shared_expert: the sigmoid of a logit multiplies the shared expert.
         latent_size: features that routed experts read and write, by projections around all of them; None: no such.
         num_groups: of equally many experts, of which a token first chooses ``top_groups``.
@@ -40,6 +42,7 @@ class ExpertSizes:
     is_sigmoid: bool = False
     weight_scale: float = 1.0
     has_gate: bool = True
+    activation: Activation = "silu"
     gates_shared_expert: bool = True
     latent_size: int | None = None
     num_groups: int = 1
@@ -83,7 +86,7 @@ class PackedExperts:
             intermediate_size=self._inner,
             normalizes_weights=sizes.normalizes_weights,
             is_sigmoid=sizes.is_sigmoid,
-            has_gate=sizes.has_gate,
+            activation=activation_number(sizes.activation, has_gate=sizes.has_gate),
             num_groups=sizes.num_groups,
             top_groups=sizes.top_groups,
             groups_sum_two=sizes.groups_sum_two,
@@ -115,6 +118,16 @@ class PackedExperts:
     def set_shared_gate_weight(self, weight: torch.Tensor) -> None:
         """Set the weights of the shared expert's gate, [1, hidden_size]."""
         self.router.set_weight(weight, first_output=self.sizes.num_experts)
+
+    def set_router_norm(self, weight: torch.Tensor) -> None:
+        """Set the weights of an RMSNorm of the router's own input, [hidden_size]; without it, experts' norm is used."""
+        self._router_norm = weight.float().contiguous()  # the structure has its address only
+        self.c_experts.router_norm = self._router_norm.data_ptr()
+
+    def set_expert_scales(self, scales: torch.Tensor) -> None:
+        """Set factors of the chosen experts' weights, [num_experts]."""
+        self._expert_scales = scales.float().contiguous()  # the structure has its address only
+        self.c_experts.expert_scales = self._expert_scales.data_ptr()
 
     def set_choice_bias(self, bias: torch.Tensor) -> None:
         """Set what is added to the scores for the choice of experts, and not to their weights, [num_experts]."""

@@ -10,7 +10,7 @@ import torch
 from kernels.cpu.bindings import CLayer, CWeight
 from kernels.cpu.experts import PackedExperts
 from kernels.cpu.latent import LatentSizes, PackedLatent
-from kernels.cpu.linear import LANES, PackedLinear, WeightKind
+from kernels.cpu.linear import LANES, PackedLinear, WeightKind, activation_number
 from kernels.cpu.recurrent_layer import PackedRecurrent
 from kernels.layer_ops.base import Activation
 
@@ -21,12 +21,13 @@ NormName = Literal[
     "post_attention_norm",
     "attention_output_norm",
     "mlp_output_norm",
+    "experts_norm",
+    "dense_output_norm",
+    "experts_output_norm",
     "own_output_norm",
     "query_norm",
     "key_norm",
 ]
-_ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}  # as in csrc/layer/layer.h
-_RELU_SQUARED = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,7 @@ class LayerShape:
 
     Attributes:
         num_heads: of queries; 0: the layer has no attention.
-        intermediate_size: of the feed-forward; 0: the layer has none, or has experts.
+        intermediate_size: of the dense feed-forward; 0: the layer has none, or has experts alone.
         gates_attention: sigmoids of a gate, a projection of the layer's input, multiply attention's output.
         has_mlp_gate: the feed-forward is gated; else it squares what a ReLU leaves, whatever ``activation`` says.
         scale: of attention's scores; None: head_dim ** -0.5.
@@ -88,7 +89,7 @@ class PackedLayer:
         intermediate_size: features between gate_up and down, padded with zeros to whole panels.
         stores: whether the layer writes the keys and values that it reads.
         latent: what is between ``qkv`` and ``output`` in latent attention.
-        experts: which replace gate_up and down if they are set.
+        experts: which replace gate_up and down if they are set, or are beside them if ``intermediate_size`` is not 0.
         own_gate, own_projection: linear layers of the layer's own input; None: it has none.
         recurrent: which replaces attention, or is computed beside it if there are heads.
     """
@@ -97,7 +98,7 @@ class PackedLayer:
         heads, kv_heads, head_dim, hidden = shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.hidden_size
         self.intermediate_size = -(-shape.intermediate_size // LANES) * LANES
         gate_width, halves = heads * head_dim if shape.gates_attention else 0, 2 if shape.has_mlp_gate else 1
-        self.stores = shape.stores
+        self.stores, self._has_mlp_gate = shape.stores, shape.has_mlp_gate
         num_qkv = gate_width + (heads + 2 * kv_heads * shape.stores) * head_dim
         self.latent: PackedLatent | None = None
         value_dim = head_dim
@@ -130,7 +131,7 @@ class PackedLayer:
             is_bf16=cache_dtype == torch.bfloat16,
             norms_all_heads=shape.norms_all_heads,
             norms_values=shape.norms_values,
-            activation=_ACTIVATIONS[shape.activation] if shape.has_mlp_gate else _RELU_SQUARED,
+            activation=activation_number(shape.activation, has_gate=shape.has_mlp_gate),
             eps=shape.norm_eps,
             scale=(head_dim or 1) ** -0.5 if shape.scale is None else shape.scale,
             softcap=shape.softcap or 0.0,
@@ -158,6 +159,11 @@ class PackedLayer:
         return self.intermediate_size > 0 or self.experts is not None
 
     @property
+    def has_dense_and_experts(self) -> bool:
+        """Whether the feed-forward is a dense one and experts side by side, each between norms of its own."""
+        return self.intermediate_size > 0 and self.experts is not None
+
+    @property
     def num_bytes(self) -> int:
         """Bytes that the linear layers' weights take."""
         dense = sum(linear.num_bytes for linear in (self.qkv, self.output, self.gate_up, self.down))
@@ -165,27 +171,30 @@ class PackedLayer:
         return dense + sum(part.num_bytes for part in parts if part is not None)
 
     def set_norm(self, name: NormName, weight: torch.Tensor) -> None:
-        """Set the weights of an RMSNorm. Every norm is optional.
+        """Set the weights of an RMSNorm. Every norm is optional, except those of a dense feed-forward beside experts.
 
         [hidden_size]; of queries and keys [head_dim], or with ``norms_all_heads`` [num_heads * head_dim] and
         [num_kv_heads * head_dim].
         """
-        assert name != "mlp_output_norm" or self.experts is None, "experts have no output norm"
+        assert name != "mlp_output_norm" or self._can_end_the_layer, "experts alone have no output norm"
         self._norms[name] = weight.float().contiguous()  # the structure has its address only
         setattr(self.c_layer, name, self._norms[name].data_ptr())
+
+    @property
+    def _can_end_the_layer(self) -> bool:
+        return self.experts is None or self.has_dense_and_experts
 
     def set_output_scale(self, scale: float) -> None:
         """Set what the residual stream is multiplied by after the layer."""
         assert self.has_mlp
-        assert self.experts is None, "experts do not scale the residual stream"
+        assert self._can_end_the_layer, "experts alone do not scale the residual stream"
         if self.own_gate is None:
             self.c_layer.output_scale = scale
         else:
             self.c_layer.own_output_scale = scale
 
     def set_experts(self, experts: PackedExperts) -> None:
-        """Let experts compute the feed-forward; the layer's own ``intermediate_size`` is then usually 0."""
-        assert self.c_layer.activation in (_ACTIVATIONS["silu"], _RELU_SQUARED), "experts have SiLU, or no gate"
+        """Let experts compute the feed-forward, beside the dense one if the layer has that."""
         self.experts = experts
         self.c_layer.experts = experts.address
 
@@ -204,7 +213,7 @@ class PackedLayer:
 
     def set_gate_up_weight(self, weight: torch.Tensor) -> None:
         """Set the weights of gate and up, one below the other: [2 * intermediate_size, hidden_size], unpadded."""
-        assert self.c_layer.activation != _RELU_SQUARED, "there is no gate: set the weights of gate_up"
+        assert self._has_mlp_gate, "there is no gate: set the weights of gate_up"
         for offset, half in enumerate(weight.chunk(2)):
             self.gate_up.set_weight(half, every=2, offset=offset)
 

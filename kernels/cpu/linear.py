@@ -14,12 +14,25 @@ from torch.nn import functional as F
 from kernels.cpu.bindings import CRows, CWeight, address
 from kernels.cpu.library import require
 from kernels.cpu.memory import huge_zeros
+from kernels.layer_ops.base import Activation
 
-__all__ = ["LANES", "PANELS_AT_ONCE", "PackedLinear", "WeightKind", "has_int8", "linear", "pack_rows", "words_per_row"]
+__all__ = [
+    "LANES",
+    "PANELS_AT_ONCE",
+    "PackedLinear",
+    "WeightKind",
+    "activation_number",
+    "has_int8",
+    "linear",
+    "pack_rows",
+    "words_per_row",
+]
 
 LANES = 16  # outputs that the kernels compute together, a panel
 PANELS_AT_ONCE = 4  # the kernels read panels in fours, so memory is allocated for whole fours
 _STORE = 0  # PAGODA_STORE: the output is overwritten
+_ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}  # as in csrc/linear/linear.h
+_RELU_SQUARED = 2
 
 
 class WeightKind(IntEnum):
@@ -43,6 +56,11 @@ class WeightKind(IntEnum):
 def words_per_row(kind: WeightKind, in_features: int) -> int:
     """Return how many 32-bit words one row of ``in_features`` elements takes."""
     return -(-in_features // kind.elements_per_word)
+
+
+def activation_number(activation: Activation, *, has_gate: bool) -> int:
+    """Return the kernels' number of a feed-forward's activation; without a gate it squares what a ReLU leaves."""
+    return _ACTIVATIONS[activation] if has_gate else _RELU_SQUARED
 
 
 def has_int8() -> bool:

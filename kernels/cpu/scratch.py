@@ -19,7 +19,7 @@ class Scratch:
         outputs: elements of the widest row that one writes.
         attention_width: elements of a token's queries.
         cache_dtype: of keys and values, and so of queries.
-        mixed_width: elements of a token's values in the widest recurrent layer.
+        mixed_width: elements of a token's values in the widest recurrent layer, or of what is beside another output.
     """
 
     def __init__(

@@ -28,7 +28,8 @@ class CpuStep:
         metadata: the step's attention.
         block_size: tokens in a KV block.
         scratch: grows to the step's size if necessary.
-        addend: like ``hidden``; if given, the halves write there what tensor-parallel ranks must sum and add.
+        addend: like ``hidden``; if given, the halves write there what tensor-parallel ranks must sum and add. Layers
+            with experts beside a dense feed-forward write [2, num_tokens, hidden_size].
         recurrent: the step's batch for layers with states.
         windows: as ``metadata``, of the pages of sliding windows; layers with another window use those of ``metadata``.
         own_inputs: float32 [num_layers, num_tokens, own_width], if layers have inputs of their own.
@@ -118,8 +119,20 @@ def add_attention(layer: PackedLayer, hidden: torch.Tensor, attended: torch.Tens
 
 
 def add_mlp(layer: PackedLayer, hidden: torch.Tensor, computed: torch.Tensor) -> None:
-    """Add to the hidden states what the ranks' feed-forward halves wrote to their addends, summed."""
-    _add(layer, hidden, computed, layer.c_layer.mlp_output_norm, layer.c_layer.output_scale)
+    """Add to the hidden states what the ranks' feed-forward halves wrote to their addends, summed.
+
+    Of a dense feed-forward and experts side by side that is [2, num_tokens, hidden_size], and is changed.
+    """
+    if not layer.has_dense_and_experts:
+        _add(layer, hidden, computed, layer.c_layer.mlp_output_norm, layer.c_layer.output_scale)
+        return
+    dense, of_experts = computed
+    assert hidden.is_contiguous()
+    assert computed.is_contiguous()
+    assert hidden.dtype == computed.dtype == torch.float32
+    require().pagoda_add_dense_and_experts(
+        layer.c_layer, hidden.data_ptr(), dense.data_ptr(), of_experts.data_ptr(), len(hidden)
+    )
 
 
 def _add(layer: PackedLayer, hidden: torch.Tensor, addend: torch.Tensor, norm: int | None, scale: float) -> None:

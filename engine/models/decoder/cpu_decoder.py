@@ -16,7 +16,7 @@ from torch import nn
 
 from engine.models.config.model_config import ModelConfig
 from engine.models.decoder.cpu_layer_inputs import CpuLayerInputs
-from engine.models.decoder.cpu_layers import can_compute_experts, packed_layer, set_parameter
+from engine.models.decoder.cpu_layers import packed_layer, set_parameter
 from engine.models.decoder.forward_context import ForwardContext
 from engine.models.decoder.latent_attention import growth_factors
 from engine.models.decoder.parallel_layers import VocabParallelEmbedding
@@ -42,6 +42,10 @@ _NORMS: dict[str, NormName] = {  # by the module's name in decoder.py
     "post_attention_layernorm": "post_attention_norm",
     "attention_output_norm": "attention_output_norm",
     "mlp_output_norm": "mlp_output_norm",
+    "dense_norm": "post_attention_norm",
+    "sparse_norm": "experts_norm",
+    "dense_output_norm": "dense_output_norm",
+    "sparse_output_norm": "experts_output_norm",
     "per_layer_output_norm": "own_output_norm",
     "q_norm": "query_norm",
     "k_norm": "key_norm",
@@ -56,8 +60,7 @@ def can_run(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bo
     are_supported = all(c_kernel.is_supported(dtype, *of_layer) for of_layer in dims)
     has_index = config.latent is not None and config.latent.index is not None
     has_whole_vectors = config.per_layer_width % LANES == 0
-    can_compute_layers = can_compute_experts(config) and has_whole_vectors and not has_index
-    return device.type == "cpu" and can_compute_layers and are_supported
+    return device.type == "cpu" and has_whole_vectors and not has_index and are_supported
 
 
 def head_is_embedding(config: ModelConfig, parallel: TensorParallel, kind: WeightKind) -> bool:
@@ -155,7 +158,7 @@ class CpuDecoder:
     def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """Return the hidden states before the last norm, float32 [num_tokens, hidden_size]."""
         hidden = self._embed(token_ids)
-        addend = torch.empty_like(hidden) if self.parallel.size > 1 else None
+        addend = hidden.new_empty(2, *hidden.shape) if self.parallel.size > 1 else None
         block_size = context.kv_cache.block_size
         own_inputs = None if self._layer_inputs is None else self._layer_inputs(token_ids, hidden)
         step = CpuStep(
@@ -176,10 +179,10 @@ class CpuDecoder:
         for layer in self.layers:
             if layer.has_mixer:
                 mixer_half(layer, step, caches)
-                add_attention(layer, hidden, self.parallel.all_reduce(addend))
+                add_attention(layer, hidden, self.parallel.all_reduce(addend[0]))
             if layer.has_mlp:
                 mlp_half(layer, step)
-                add_mlp(layer, hidden, self.parallel.all_reduce(addend))
+                add_mlp(layer, hidden, self.parallel.all_reduce(addend if layer.has_dense_and_experts else addend[0]))
             add_own_input(layer, step)
         return hidden
 
@@ -259,7 +262,10 @@ def _scratch(config: ModelConfig, layers: list[PackedLayer], kind: WeightKind, d
     widest_mlp = max(layer.intermediate_size for layer in layers)
     recurrent = [layer.recurrent.sizes for layer in layers if layer.recurrent is not None]
     mixed_width = max(
-        (*(sizes.inner_size for sizes in recurrent), *(sizes.query_rank or 0 for sizes in latents)), default=0
+        hidden if any(layer.has_dense_and_experts for layer in layers) else 0,
+        *(sizes.inner_size for sizes in recurrent),
+        *(sizes.query_rank or 0 for sizes in latents),
+        0,
     )
     return Scratch(
         kind,

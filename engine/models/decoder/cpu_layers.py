@@ -18,7 +18,7 @@ from kernels.cpu.layer import LayerShape, PackedLayer
 from kernels.cpu.linear import PackedLinear, WeightKind
 from kernels.cpu.recurrent_layer import PackedRecurrent, RecurrentKind, RecurrentSizes
 
-__all__ = ["can_compute_experts", "packed_layer", "set_parameter"]
+__all__ = ["packed_layer", "set_parameter"]
 
 _COLUMN_PARALLEL = (
     "qkv_proj",
@@ -48,12 +48,6 @@ def packed_layer(config: ModelConfig, layer: int, kind: WeightKind, dtype: torch
     return packed
 
 
-def can_compute_experts(config: ModelConfig) -> bool:
-    """Return whether the C kernels compute the model's experts, if it has any."""
-    shape = config.experts
-    return shape is None or not shape.is_beside_dense
-
-
 def set_parameter(layer: PackedLayer, name: list[str], value: torch.Tensor, *, is_first_rank: bool) -> None:
     """Set a weight or bias of a layer, except its norms, by its name in decoder.py after the layer's index.
 
@@ -64,7 +58,9 @@ def set_parameter(layer: PackedLayer, name: list[str], value: torch.Tensor, *, i
         is_first_rank: whether this rank adds the biases of outputs that the ranks sum.
     """
     match name:
-        case ["mlp", *rest] if layer.experts is not None:
+        case ["mlp", "dense", module, kind]:
+            set_parameter(layer, ["dense", module, kind], value, is_first_rank=is_first_rank)
+        case ["mlp", "sparse", *rest] | ["mlp", *rest] if layer.experts is not None:
             _set_expert_weight(layer.experts, rest, value)
         case [*_, module, "bias"] if module not in _COLUMN_PARALLEL and not is_first_rank:
             return
@@ -81,9 +77,9 @@ def set_parameter(layer: PackedLayer, name: list[str], value: torch.Tensor, *, i
             _set_recurrent_parameter(layer.recurrent, rest, value)
         case ["self_attn", module, "weight"] if layer.latent is not None and module in _LATENT:
             _set_latent_parameter(layer.latent, module, value)
-        case ["mlp", "gate_up_proj", "weight"]:
+        case [_, "gate_up_proj", "weight"]:
             layer.set_gate_up_weight(value)
-        case ["mlp", "gate_up_proj", "bias"]:
+        case [_, "gate_up_proj", "bias"]:
             layer.set_gate_up_bias(value)
         case [_, module, "weight"]:
             _linear(layer, module).set_weight(value)
@@ -151,6 +147,7 @@ def _expert_sizes(experts: ExpertsShape, hidden_size: int) -> ExpertSizes:
         is_sigmoid=experts.scores == "sigmoid",
         weight_scale=experts.weight_scale,
         has_gate=experts.has_gate,
+        activation=experts.activation,
         gates_shared_expert=experts.gates_shared_expert,
         latent_size=experts.latent_size,
         num_groups=1 if groups is None else groups.count,
@@ -251,6 +248,10 @@ def _set_expert_weight(experts: PackedExperts, name: list[str], weight: torch.Te
     match name:
         case ["gate", "weight"]:
             experts.set_router_weight(weight)
+        case ["router_norm", "weight"]:
+            experts.set_router_norm(weight)
+        case ["expert_scale"]:
+            experts.set_expert_scales(weight)
         case ["expert_bias"]:
             experts.set_choice_bias(weight)
         case ["experts", index, "up_proj"]:

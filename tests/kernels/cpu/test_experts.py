@@ -30,6 +30,7 @@ class Layer:
         inner: int = INNER,
         shared_inner: int = SHARED,
         latent: int | None = None,
+        gemma: bool = False,
     ) -> None:
         if kind is WeightKind.INT8 and not has_int8():
             pytest.skip("the processor does not multiply int8")
@@ -45,6 +46,7 @@ class Layer:
         self.shared_gate_up, self.shared_down = random(2 * shared_inner, HIDDEN), random(HIDDEN, shared_inner)
         self.norm = random(HIDDEN) + 1
         self.latent_in, self.latent_out = random(width, HIDDEN), random(HIDDEN, width)
+        self.router_norm, self.scales = (random(HIDDEN) + 1, random(num_experts).abs() + 0.5) if gemma else (None, None)
 
     def packed(self) -> PackedExperts:
         sizes = ExpertSizes(
@@ -55,8 +57,12 @@ class Layer:
             shared_intermediate_size=self.shared_down.shape[1] if self.shared else 0,
             normalizes_weights=self.normalizes,
             latent_size=self.latent,
+            activation="silu" if self.scales is None else "gelu_tanh",
         )
         packed = PackedExperts(sizes, self.kind)
+        if self.router_norm is not None and self.scales is not None:
+            packed.set_router_norm(self.router_norm)
+            packed.set_expert_scales(self.scales)
         packed.set_router_weight(self.router)
         for expert in range(len(self.router)):
             packed.set_gate_up_weight(expert, self.gate_up[expert])
@@ -72,14 +78,18 @@ class Layer:
 
     def swiglu(self, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
         gate, up = reference.linear(x, gate_up, None, self.kind).chunk(2, dim=1)
-        return reference.linear(torch.nn.functional.silu(gate) * up, down, None, self.kind)
+        functional = torch.nn.functional
+        activated = functional.silu(gate) if self.scales is None else functional.gelu(gate, approximate="tanh")
+        return reference.linear(activated * up, down, None, self.kind)
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return moe_reference.route(x @ self.router.t(), TOP_K, normalize=self.normalizes)
 
     def expected(self, hidden: torch.Tensor) -> torch.Tensor:
         x = reference.rms_norm(hidden, self.norm, EPS)
-        weights, ids = self.route(x)
+        router_norm = self.norm if self.router_norm is None else self.router_norm
+        weights, ids = self.route(reference.rms_norm(hidden, router_norm, EPS))
+        weights = weights if self.scales is None else weights * self.scales[ids]
         inputs = reference.linear(x, self.latent_in, None, self.kind) if self.latent else x
         output = torch.zeros_like(inputs)
         for token in range(len(x)):
@@ -129,6 +139,15 @@ def test_experts_between_projections_equal_their_references(
     num_tokens: int, latent: int, shared: bool, kind: WeightKind, num_threads: int
 ) -> None:
     Layer(kind, shared=shared, normalizes=True, latent=latent).check(random_hidden(num_tokens))
+
+
+@pytest.mark.parametrize("kind", WeightKind)
+@pytest.mark.parametrize("num_tokens", [1, 33])
+def test_experts_with_scales_and_a_norm_of_the_router_equal_their_references(
+    num_tokens: int, kind: WeightKind, num_threads: int
+) -> None:
+    """As Gemma 4 has them, whose experts have GELU."""
+    Layer(kind, shared=False, normalizes=True, gemma=True).check(random_hidden(num_tokens))
 
 
 @pytest.mark.parametrize("kind", WeightKind)

@@ -12,6 +12,7 @@ from kernels.attention.base import AttentionInputs
 from kernels.attention_metadata import AttentionMetadata
 from kernels.cache.reference import store_kvcache
 from kernels.cpu import reference
+from kernels.cpu.experts import ExpertSizes, PackedExperts
 from kernels.cpu.layer import LayerShape, NormName, PackedLayer
 from kernels.cpu.linear import PackedLinear, WeightKind
 from kernels.cpu.scratch import Scratch
@@ -109,7 +110,9 @@ class Step:
             max_seq_len=NUM_TOKENS,
         )
         self.caches = self.new_caches()
-        self.scratch = Scratch(WeightKind.FLOAT32, width=64, outputs=192, attention_width=64, cache_dtype=torch.float32)
+        self.scratch = Scratch(
+            WeightKind.FLOAT32, width=64, outputs=192, attention_width=64, cache_dtype=torch.float32, mixed_width=48
+        )
 
     def new_caches(self) -> tuple[torch.Tensor, torch.Tensor]:
         shape = (3, BLOCK_SIZE, SHAPE.num_kv_heads, SHAPE.head_dim)
@@ -227,6 +230,52 @@ def test_the_hidden_states_are_scaled_after_the_feed_forward(has_addend: bool) -
         if has_addend:
             add_mlp(layer, hidden, addend)
         assert_close(hidden, 0.3 * (step.hidden + step.expected_mlp(step.hidden)))
+
+
+def _experts(hidden: torch.Tensor) -> tuple[PackedExperts, torch.Tensor, torch.Tensor]:
+    """Return two experts, the weights of their norm, and what they compute: both of them, as far as the router says."""
+    generator, width, inner = torch.Generator().manual_seed(3), SHAPE.hidden_size, 32
+    sizes = ExpertSizes(
+        hidden_size=width, num_experts=2, top_k=2, intermediate_size=inner, shared_intermediate_size=0,
+        normalizes_weights=True, activation="gelu_tanh",
+    )  # fmt: skip
+    packed, norm = PackedExperts(sizes, WeightKind.FLOAT32), torch.rand(width, generator=generator)
+    router, x = torch.randn(2, width, generator=generator), reference.rms_norm(hidden, norm, SHAPE.norm_eps)
+    packed.set_router_weight(router)
+    weights, expected = (x @ router.t()).softmax(dim=1), torch.zeros_like(hidden)
+    for expert in range(2):
+        gate, up = torch.randn(2, inner, width, generator=generator) * width**-0.5
+        down = torch.randn(width, inner, generator=generator) * inner**-0.5
+        packed.set_gate_up_weight(expert, torch.cat((gate, up)))
+        packed.set_down_weight(expert, down)
+        expected += weights[:, expert : expert + 1] * reference.gated(x, gate, up, down, "gelu_tanh")
+    return packed, norm, expected
+
+
+@pytest.mark.parametrize("has_addend", [False, True])
+def test_a_dense_feed_forward_and_experts_are_normed_apart_and_together(has_addend: bool) -> None:
+    """Also where ranks sum before."""
+    step = Step(Weights(SHAPES["Gemma 4"]))
+    sum_norm = step.weights.norms.pop("mlp_output_norm")
+    packed, experts_norm, of_experts = _experts(step.hidden)
+    generator = torch.Generator().manual_seed(4)
+    dense_output_norm, experts_output_norm = torch.rand(2, SHAPE.hidden_size, generator=generator)
+    layer, hidden, addend = step.weights.packed(), step.hidden.clone(), torch.empty(2, *step.hidden.shape)
+    layer.set_experts(packed)
+    layer.set_norm("experts_norm", experts_norm)
+    layer.set_norm("dense_output_norm", dense_output_norm)
+    layer.set_norm("experts_output_norm", experts_output_norm)
+    layer.set_norm("mlp_output_norm", sum_norm)
+    layer.set_output_scale(0.3)
+    mlp_half(layer, step.for_kernels(hidden, addend if has_addend else None))
+    dense = step.expected_mlp(step.hidden)
+    if has_addend:
+        assert torch.equal(hidden, step.hidden)
+        assert_close(addend, torch.stack((dense, of_experts)))
+        add_mlp(layer, hidden, addend)
+    eps = SHAPE.norm_eps
+    both = reference.rms_norm(dense, dense_output_norm, eps) + reference.rms_norm(of_experts, experts_output_norm, eps)
+    assert_close(hidden, 0.3 * (step.hidden + reference.rms_norm(both, sum_norm, eps)))
 
 
 def test_a_layers_own_input_is_gated_projected_and_normalized() -> None:

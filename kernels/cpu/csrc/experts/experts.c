@@ -173,14 +173,18 @@ static void choose_experts(void *args, int64_t token) {
         logits[ids[choice]] = -INFINITY;
     }
     const float divisor = e->normalizes_weights ? chosen + e->epsilon : 1;
-    for (int32_t choice = 0; choice < top_k; choice++) weights[choice] = weights[choice] / divisor * e->weight_scale;
+    for (int32_t choice = 0; choice < top_k; choice++) {
+        weights[choice] = weights[choice] / divisor * e->weight_scale;
+        if (e->expert_scales) weights[choice] *= e->expert_scales[ids[choice]];
+    }
 }
 
 /* Computes the router and chooses each token's experts. */
 static void route(batch *b) {
     const pagoda_experts *e = b->experts;
     pagoda_rows rows = {b->words, b->row_scales, b->num_tokens};
-    pagoda_pack_rows(&rows, b->hidden, false, e->router.kind, e->hidden_size, b->norm, b->eps);
+    pagoda_pack_rows(&rows, b->hidden, false, e->router.kind, e->hidden_size,
+                     e->router_norm ? e->router_norm : b->norm, b->eps);
     pagoda_linear(b->logits, b->num_logits, &rows, &e->router, PAGODA_STORE);
     pagoda_for_each_row(b->num_tokens, (int64_t)b->num_tokens * e->num_experts, choose_experts, b);
 }
@@ -226,11 +230,6 @@ static void multiply(batch *b, float *output, int64_t width, const pagoda_weight
     pagoda_grouped_linear(b->jobs, num_jobs, width, epilogue);
 }
 
-/* How the first product of an expert ends. */
-static pagoda_epilogue activation(const pagoda_experts *e) {
-    return e->has_gate ? PAGODA_SILU_MUL : PAGODA_STORE_RELU_SQUARED;
-}
-
 /* Computes what routed experts read. */
 static void compute_latent(batch *b) {
     const pagoda_experts *e = b->experts;
@@ -245,10 +244,11 @@ static void compute_routed(batch *b) {
     const pagoda_experts *e = b->experts;
     const pagoda_rows rows = {b->words, b->row_scales, b->num_tokens * e->top_k};
     const pagoda_tiles tiles = {b->tiles, b->num_tiles};
+    const int halves = e->activation == PAGODA_RELU_SQUARED ? 1 : 2;
     const pagoda_rows *inputs = has_latent(e) ? &b->latent_packed : &b->packed;
     pagoda_gather_tiles(&rows, &tiles, b->tokens, inputs, e->gate_up.kind, b->width);
-    multiply(b, b->wide, e->intermediate_size, &e->gate_up, (e->has_gate ? 2 : 1) * (int64_t)e->intermediate_size,
-             activation(e));
+    multiply(b, b->wide, e->intermediate_size, &e->gate_up, halves * (int64_t)e->intermediate_size,
+             pagoda_epilogue_of(e->activation));
     pagoda_pack_tiles(&rows, &tiles, b->wide, e->down.kind, e->intermediate_size);
     multiply(b, b->results, b->width, &e->down, b->width, PAGODA_STORE);
 }
@@ -259,7 +259,7 @@ static void compute_shared(batch *b) {
     const int32_t width = e->shared_down.in_features;
     pagoda_rows rows = {b->words, b->row_scales, b->num_tokens};
     pagoda_gather_tiles(&rows, NULL, NULL, &b->packed, e->shared_gate_up.kind, e->hidden_size);
-    pagoda_linear(b->wide, width, &rows, &e->shared_gate_up, activation(e));
+    pagoda_linear(b->wide, width, &rows, &e->shared_gate_up, pagoda_epilogue_of(e->activation));
     pagoda_pack_rows(&rows, b->wide, false, e->shared_down.kind, width, NULL, 0);
     pagoda_linear(b->shared, e->hidden_size, &rows, &e->shared_down, PAGODA_STORE);
 }

@@ -16,12 +16,14 @@ typedef struct {
     pagoda_weight shared_gate_up; /* of the expert that computes every token; without one its words are NULL */
     pagoda_weight shared_down;
     pagoda_weight latent_in, latent_out; /* before and after all routed experts; without them their words are NULL */
+    const float *router_norm;     /* [hidden_size], of the router's input; NULL: it reads what the experts read */
+    const float *expert_scales;   /* [num_experts], of each one's weight once it is chosen; or NULL */
     const float *choice_bias;     /* [num_experts], is added to the scores for the choice alone; or NULL */
     int32_t num_experts, top_k, hidden_size;
     int32_t intermediate_size;  /* of an expert; a multiple of 32, without a gate of 64: padded with zeros */
     int32_t normalizes_weights; /* the chosen experts' scores are divided by their sum and epsilon */
     int32_t is_sigmoid;         /* scores are sigmoids of the router's logits; else their softmax */
-    int32_t has_gate;           /* an expert is a SwiGLU; else it squares what a ReLU leaves */
+    int32_t activation;         /* of an expert: PAGODA_SILU, PAGODA_GELU; PAGODA_RELU_SQUARED has no gate */
     int32_t num_groups, top_groups; /* equally many experts are a group, of which a token first chooses the best; 1: all */
     int32_t groups_sum_two;     /* a group's score is the sum of its two best experts'; else the best one's */
     int32_t gates_shared;       /* the sigmoid of a logit multiplies the shared expert */

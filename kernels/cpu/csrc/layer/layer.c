@@ -99,21 +99,45 @@ void pagoda_mixer_half(const pagoda_layer *layer, const pagoda_step *step, const
                   has_attention ? PAGODA_ADD : PAGODA_STORE);
 }
 
+/* Packs what the second matrix of the dense feed-forward reads. */
+static void compute_activations(const pagoda_layer *layer, const pagoda_step *step, pagoda_rows *rows) {
+    pagoda_pack_rows(rows, step->hidden, 0, layer->gate_up.kind, layer->hidden_size, layer->post_attention_norm,
+                     layer->eps);
+    pagoda_linear(step->wide, layer->intermediate_size, rows, &layer->gate_up, pagoda_epilogue_of(layer->activation));
+    pagoda_pack_rows(rows, step->wide, 0, layer->down.kind, layer->down.in_features, NULL, 0);
+}
+
+/* Computes both feed-forwards of the same hidden states, and adds them, or leaves that to the caller. */
+static void compute_dense_and_experts(const pagoda_layer *layer, const pagoda_step *step) {
+    float *dense = step->addend ? step->addend : step->wide;
+    float *experts = step->addend ? step->addend + (int64_t)step->num_tokens * layer->hidden_size : step->mixed;
+    pagoda_rows rows = {step->words, step->row_scales, step->num_tokens};
+    pagoda_compute_experts(layer->experts, experts, step->hidden, step->num_tokens, layer->experts_norm, layer->eps, 1, 0);
+    compute_activations(layer, step, &rows);
+    pagoda_linear(dense, layer->hidden_size, &rows, &layer->down, PAGODA_STORE);
+    if (!step->addend) pagoda_add_dense_and_experts(layer, step->hidden, dense, experts, step->num_tokens);
+}
+
+void pagoda_add_dense_and_experts(const pagoda_layer *layer, float *hidden, float *dense, const float *experts,
+                                  int32_t num_tokens) {
+    const int32_t width = layer->hidden_size;
+    pagoda_sum_normed(dense, experts, num_tokens, width, layer->dense_output_norm, layer->experts_output_norm, layer->eps);
+    pagoda_add_to_residual(hidden, dense, num_tokens, width, layer->mlp_output_norm, layer->eps,
+                           layer->residual_multiplier, layer->output_scale);
+}
+
 void pagoda_mlp_half(const pagoda_layer *layer, const pagoda_step *step) {
-    static const pagoda_epilogue epilogues[] = {PAGODA_SILU_MUL, PAGODA_GELU_MUL, PAGODA_STORE_RELU_SQUARED};
-    if (layer->experts) {
+    if (layer->experts && layer->intermediate_size) {
+        compute_dense_and_experts(layer, step);
+    } else if (layer->experts) {
         pagoda_compute_experts(layer->experts, step->addend ? step->addend : step->hidden, step->hidden,
                                step->num_tokens, layer->post_attention_norm, layer->eps,
                                step->addend ? 1 : layer->residual_multiplier, step->addend == NULL);
-        return;
+    } else if (layer->intermediate_size) {
+        pagoda_rows rows = {step->words, step->row_scales, step->num_tokens};
+        compute_activations(layer, step, &rows);
+        add_to_hidden(layer, step, &rows, &layer->down, layer->mlp_output_norm, layer->output_scale, PAGODA_STORE);
     }
-    if (!layer->intermediate_size) return;
-    pagoda_rows rows = {step->words, step->row_scales, step->num_tokens};
-    pagoda_pack_rows(&rows, step->hidden, 0, layer->gate_up.kind, layer->hidden_size, layer->post_attention_norm,
-                     layer->eps);
-    pagoda_linear(step->wide, layer->intermediate_size, &rows, &layer->gate_up, epilogues[layer->activation]);
-    pagoda_pack_rows(&rows, step->wide, 0, layer->down.kind, layer->down.in_features, NULL, 0);
-    add_to_hidden(layer, step, &rows, &layer->down, layer->mlp_output_norm, layer->output_scale, PAGODA_STORE);
 }
 
 void pagoda_add_own_input(const pagoda_layer *layer, const pagoda_step *step) {

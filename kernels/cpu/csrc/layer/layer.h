@@ -16,8 +16,6 @@
 #include "linear/linear.h"
 #include "recurrent/recurrent_layer.h"
 
-enum { PAGODA_SILU = 0, PAGODA_GELU = 1, PAGODA_RELU_SQUARED = 2 };
-
 /* One layer's weights and sizes: CLayer in kernels/cpu/bindings.py. */
 typedef struct {
     pagoda_weight qkv;        /* outputs: gate_width of the gate of attention's output, then queries, keys, values;
@@ -28,15 +26,19 @@ typedef struct {
     pagoda_weight own_gate;       /* own_width outputs, of the gate of the layer's own input */
     pagoda_weight own_projection; /* reads own_width numbers */
     const float *input_norm;                  /* [hidden_size], of the first half's input, or NULL */
-    const float *post_attention_norm;         /* [hidden_size], of the feed-forward's input, or NULL */
+    const float *post_attention_norm;         /* [hidden_size], of the feed-forward's input, or NULL; beside experts
+                                               * of the dense one's */
     const float *attention_output_norm;       /* [hidden_size], or NULL */
     const float *mlp_output_norm;             /* [hidden_size], or NULL */
+    const float *experts_norm;                /* [hidden_size], of experts' input, beside a dense feed-forward only */
+    const float *dense_output_norm, *experts_output_norm; /* [hidden_size], likewise, of each output before their sum */
     const float *own_output_norm;             /* [hidden_size], of what the own input adds */
     const float *query_norm;                  /* [head_dim], or with norms_all_heads of all heads; or NULL */
     const float *key_norm;
     const float *rope;                        /* [positions, 2, head_dim / 2]; NULL: no position embedding */
-    const pagoda_experts *experts;            /* NULL: the feed-forward is dense, gate_up and down. Experts have
-                                               * no output norm */
+    const pagoda_experts *experts;            /* NULL: the feed-forward is dense, gate_up and down. With an
+                                               * intermediate_size both are computed, side by side. Experts alone
+                                               * have neither an output norm nor an output scale */
     const pagoda_latent *latent;              /* NULL: the cache has keys and values. Else qkv gives queries, or what
                                                * they are computed from, and latents; head_dim is that of the cache */
     const pagoda_recurrent_layer *recurrent;  /* NULL: tokens are mixed by attention alone */
@@ -60,7 +62,8 @@ typedef struct {
 /* One step's batch and scratch memory: CStep in kernels/cpu/bindings.py. */
 typedef struct {
     float *hidden;  /* [num_tokens, hidden_size] */
-    float *addend;  /* [num_tokens, hidden_size]: takes what tensor-parallel ranks must sum; NULL: hidden takes it */
+    float *addend;  /* [num_tokens, hidden_size]: takes what tensor-parallel ranks must sum; NULL: hidden takes it. Of
+                     * layers with experts beside a dense feed-forward twice as much, for the experts' outputs */
     const int64_t *positions;
     const int32_t *cu_seqlens_q;
     const int32_t *seq_lens;
@@ -73,7 +76,7 @@ typedef struct {
     float *wide;       /* [num_tokens, the widest linear's outputs] */
     void *query;       /* [num_tokens, num_heads, head_dim], the cache's type */
     void *attended;
-    float *mixed;      /* [num_tokens, the widest recurrent layer's heads] */
+    float *mixed;      /* [num_tokens, the widest recurrent layer's heads], or hidden_size of experts beside others */
 } pagoda_step;
 
 /* What a layer caches: CLayerCache in kernels/cpu/bindings.py. NULL: it has no such cache. */
@@ -89,8 +92,14 @@ typedef struct {
  * attention, or its output is added too. */
 void pagoda_mixer_half(const pagoda_layer *layer, const pagoda_step *step, const pagoda_layer_cache *cache);
 
-/* hidden += down(activation(gate(norm(hidden))) * up(norm(hidden))), likewise; without a gate, down(activation(up(...))). */
+/* hidden += down(activation(gate(norm(hidden))) * up(norm(hidden))), likewise; without a gate, down(activation(up(...))).
+ * Experts are computed instead, or beside it. */
 void pagoda_mlp_half(const pagoda_layer *layer, const pagoda_step *step);
+
+/* Adds what a dense feed-forward and experts side by side have written, [num_tokens, hidden_size] each, to the hidden
+ * states: hidden = scale * (hidden + multiplier * norm(norm(dense) + norm(experts))). Changes `dense`. */
+void pagoda_add_dense_and_experts(const pagoda_layer *layer, float *hidden, float *dense, const float *experts,
+                                  int32_t num_tokens);
 
 /* hidden = scale * (hidden + norm(projection(gelu(gate(hidden)) * own input))), after the feed-forward; nothing if the
  * layer has no such input. No rank sums: all compute the same. */

@@ -33,6 +33,35 @@ void pagoda_add_to_residual(float *hidden, const float *addend, int32_t num_rows
     pagoda_for_each_row(num_rows, (int64_t)num_rows * width, add_row, &call);
 }
 
+/* Arguments of pagoda_sum_normed. */
+typedef struct {
+    float *sum;
+    const float *other, *norm, *other_norm;
+    int64_t width;
+    float eps;
+} normed_call;
+
+/* Sums one row. */
+static void sum_row(void *args, int64_t index) {
+    const normed_call *call = args;
+    float *sum = call->sum + index * call->width;
+    const float *other = call->other + index * call->width;
+    const float factor = rms_norm_factor(sum, false, call->width, call->eps);
+    const float other_factor = rms_norm_factor(other, false, call->width, call->eps);
+    for (int64_t i = 0; i < call->width; i += LANES) {
+        int64_t count = call->width - i;
+        f32x16 x = load_some(sum, false, i, count) * factor * load_some(call->norm, false, i, count);
+        f32x16 y = load_some(other, false, i, count) * other_factor * load_some(call->other_norm, false, i, count);
+        store_some(sum, false, i, x + y, count);
+    }
+}
+
+void pagoda_sum_normed(float *sum, const float *other, int32_t num_rows, int32_t width, const float *norm,
+                       const float *other_norm, float eps) {
+    normed_call call = {sum, other, norm, other_norm, width, eps};
+    pagoda_for_each_row(num_rows, (int64_t)num_rows * width, sum_row, &call);
+}
+
 /* Arguments of pagoda_cap_rows. */
 typedef struct {
     float *scores;

@@ -20,6 +20,11 @@ int32_t pagoda_num_words(int32_t kind, int32_t in_features) {
     return (int32_t)divide_up(in_features, kind == PAGODA_INT8 ? 4 : kind == PAGODA_BF16 ? 2 : 1);
 }
 
+pagoda_epilogue pagoda_epilogue_of(int32_t activation) {
+    static const pagoda_epilogue epilogues[] = {PAGODA_SILU_MUL, PAGODA_GELU_MUL, PAGODA_STORE_RELU_SQUARED};
+    return epilogues[activation];
+}
+
 pagoda_weight pagoda_part_of_weight(const pagoda_weight *all, int64_t index, int64_t stride, int64_t outputs) {
     pagoda_weight weight = *all;
     weight.words += index * stride * pagoda_num_words(all->kind, all->in_features);

@@ -15,6 +15,7 @@
 
 enum { PAGODA_F32 = 0, PAGODA_BF16 = 1, PAGODA_INT8 = 2 };
 enum { ROWS_PER_TILE = 16 };
+enum { PAGODA_SILU = 0, PAGODA_GELU = 1, PAGODA_RELU_SQUARED = 2 }; /* of a feed-forward; the last has no gate */
 
 /* Packed weights: CWeight in kernels/cpu/bindings.py. */
 typedef struct {
@@ -51,6 +52,9 @@ int32_t pagoda_num_words(int32_t kind, int32_t in_features);
 
 /* Part `index` of weights that lie one after another, `stride` outputs apart: the first `outputs` of them. */
 pagoda_weight pagoda_part_of_weight(const pagoda_weight *all, int64_t index, int64_t stride, int64_t outputs);
+
+/* How the first product of a feed-forward with this activation ends. */
+pagoda_epilogue pagoda_epilogue_of(int32_t activation);
 
 /* One linear layer of several that are computed together. */
 typedef struct {

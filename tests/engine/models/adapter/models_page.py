@@ -60,11 +60,10 @@ checkpoint of real size was loaded, only tiny ones with the same fields, names a
 ## Our own decoder
 
 The tiny models below are compared with transformers' `generate` in `tests/engine/models/`, and so are tensor-parallel
-ranks, int8 and every setting of the engine. On a CPU all of them run in the C kernels, soft-caps included, but for
-Gemma 4 26B-A4B, whose experts are beside a dense feed-forward: it runs as torch's operators around attention in C. On
-several tensor-parallel ranks transformers' modules compute OLMo 2 and 3, whose norms of queries and keys are over all
-heads; OLMo Hybrid, whose norms are alike, is refused there. Of experts only those that a token is routed to are
-computed, in C on a CPU and in Triton on a GPU; int8 experts need the C kernels.
+ranks, int8 and every setting of the engine. On a CPU all of them run in the C kernels, soft-caps included. On several
+tensor-parallel ranks transformers' modules compute OLMo 2 and 3, whose norms of queries and keys are over all heads;
+OLMo Hybrid, whose norms are alike, is refused there. Of experts only those that a token is routed to are computed, in C
+on a CPU and in Triton on a GPU; int8 experts need the C kernels.
 
 Of models with latent attention (MLA) the cache keeps one vector for each token, not the keys and values of every head.
 Attention multiplies queries with these vectors ("absorbed") in prompts and answers alike, so that a token's bits do not

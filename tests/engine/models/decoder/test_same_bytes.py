@@ -196,9 +196,16 @@ def test_families_with_norms_of_outputs_multipliers_and_soft_caps(
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("gemma-4-e4b", "bfloat16"), *(pytest.param("gemma-4-31b", kind, marks=pytest.mark.long) for kind in KINDS[:2])],
+    [
+        ("gemma-4-e4b", "bfloat16"),
+        *(pytest.param("gemma-4-26b-a4b", kind, marks=pytest.mark.long) for kind in KINDS),
+        *(pytest.param("gemma-4-31b", kind, marks=pytest.mark.long) for kind in KINDS[:2]),
+    ],
 )
 def test_layers_that_differ_in_their_heads(recorder: LogitsRecorder, name: str, kind: str, tmp_path: Path) -> None:
+    """Also with a dense feed-forward and experts side by side."""
+    if kind == "int8" and not has_int8():
+        pytest.skip("the processor does not multiply int8")
     _, path = save_gemma_model(name, tmp_path)
     check(recorder, path, kind, ("all at once, three threads", "chunks of 17", "migrated, warm"), 10)
 
