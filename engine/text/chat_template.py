@@ -24,6 +24,7 @@ class ChatTemplate:
         encode: ``Tokenizer.encode``.
         special_tokens: of the tokenizer.
         late_system_messages: as for TemplateForms.
+        suggestion: the name of a template that the checkpoint, which has none, could be given.
     """
 
     def __init__(
@@ -32,11 +33,13 @@ class ChatTemplate:
         encode: Callable[..., list[int]],
         special_tokens: Sequence[str],
         late_system_messages: LateSystemMessages = "refuse",
+        suggestion: str | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._encode = encode
         self._special_tokens = special_tokens
         self._late_system_messages = late_system_messages
+        self._suggestion = suggestion
 
     @property
     def exists(self) -> bool:
@@ -112,10 +115,11 @@ class ChatTemplate:
     def _check(self, messages: Sequence[object]) -> None:
         """Raise RequestError unless the messages can be given to the template."""
         if not self.exists:
+            name = f"chat_template: {self._suggestion}" if self._suggestion else "chat_template"
             raise RequestError(
                 "cannot be rendered: this model has no chat template",
                 param="messages",
-                remedy="use /v1/completions, or set chat_template in the server's configuration",
+                remedy=f"use /v1/completions, or set {name} in the server's configuration",
             )
         for message in messages:
             if not isinstance(message, Mapping):

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError, ModelLoadError
+from engine.text.tekken_tokenizer import is_tekken_tokenizer, tekken_version
 
-__all__ = ["PACKAGED_TEMPLATES", "find_chat_template", "with_default"]
+__all__ = ["PACKAGED_TEMPLATES", "find_chat_template", "suggested_template", "with_default"]
 
 _FOLDER = Path(__file__).with_name("chat_templates")
-# The names of the templates that come with Pagoda. Each is also the model_type of checkpoints that have none.
-PACKAGED_TEMPLATES = tuple(sorted(path.stem for path in _FOLDER.glob("*.jinja")))
+_OF_MODEL_TYPES = ("deepseek_v32", "deepseek_v4")  # each is also the model_type of checkpoints that have none
+_OF_TEKKEN_VERSIONS = {f"mistral_v{version}": version for version in (7, 11, 13, 15)}  # all by mistral.jinja
+PACKAGED_TEMPLATES = (*_OF_MODEL_TYPES, *_OF_TEKKEN_VERSIONS)  # the names of the templates that come with Pagoda
 _OLD_FILE = "chat_template.json"  # where processors of multimodal checkpoints have kept it
 
 
@@ -32,7 +34,16 @@ def find_chat_template(path: Path, configured: str | None) -> str | None:
     if (path / _OLD_FILE).is_file():
         return _of_old_file(path / _OLD_FILE)
     model_type = _model_type(path / "config.json")
-    return _packaged(model_type) if model_type in PACKAGED_TEMPLATES else None
+    return _packaged(model_type) if model_type in _OF_MODEL_TYPES else None
+
+
+def suggested_template(path: Path) -> str | None:
+    """Return which of PACKAGED_TEMPLATES fits a checkpoint with no template, whose prompts its tokenizer tells.
+
+    It is a suggestion, as models of the same version may have been trained with a system prompt of their own.
+    """
+    name = f"mistral_{tekken_version(path)}" if is_tekken_tokenizer(path) else None
+    return name if name in PACKAGED_TEMPLATES else None
 
 
 def with_default(templates: str | dict[str, str] | None) -> str | dict[str, str] | None:
@@ -53,7 +64,9 @@ def _configured(name: str) -> str:
 
 
 def _packaged(name: str) -> str:
-    return (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
+    version = _OF_TEKKEN_VERSIONS.get(name)
+    text = (_FOLDER / f"{'mistral' if version else name}.jinja").read_text(encoding="utf-8")
+    return f"{{%- set version = {version} -%}}\n{text}" if version else text
 
 
 def _of_old_file(file: Path) -> str:

@@ -12,7 +12,8 @@ from engine.errors import ConfigError, ModelLoadError, RequestError
 from engine.models.gguf.file import is_gguf
 from engine.text.chat_template import ChatTemplate
 from engine.text.gguf_tokenizer import gguf_tokenizer
-from engine.text.template_files import find_chat_template, with_default
+from engine.text.tekken_tokenizer import is_tekken_tokenizer, tekken_tokenizer
+from engine.text.template_files import find_chat_template, suggested_template, with_default
 from engine.text.template_forms import LateSystemMessages
 from engine.text.tiktoken_tokenizer import is_kimi_tokenizer, kimi_tokenizer
 from engine.text.token_bytes import TokenBytes
@@ -59,7 +60,10 @@ class Tokenizer:
         special = set(self._tokenizer.all_special_tokens)
         special |= {token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special}
         self._special_tokens: list[str] = sorted(special, key=len, reverse=True)
-        self.chat_template = ChatTemplate(self._tokenizer, self.encode, self._special_tokens, late_system_messages)
+        suggestion = suggested_template(Path(path))
+        self.chat_template = ChatTemplate(
+            self._tokenizer, self.encode, self._special_tokens, late_system_messages, suggestion
+        )
         self.token_bytes = TokenBytes(self._tokenizer, self._rust is not None, self.decode)
 
     def __len__(self) -> int:
@@ -169,10 +173,15 @@ def _tokenizer_of_directory(path: str | Path) -> Any:
     try:
         if is_kimi_tokenizer(Path(path)):
             return kimi_tokenizer(Path(path))
+        if is_tekken_tokenizer(Path(path)):
+            return tekken_tokenizer(Path(path))
         return AutoTokenizer.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except ModelLoadError:
+        raise
+    except Exception as error:  # transformers and tokenizers raise anything for files that are damaged
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelLoadError(
-            f"no tokenizer could be loaded from '{path}': {str(error).splitlines()[0]}; add the checkpoint's "
+            f"no tokenizer could be loaded from '{path}': {reason}; add the checkpoint's "
             "tokenizer files, or set skip_tokenizer_init to work with token ids"
         ) from error
 

@@ -28,6 +28,20 @@ def test_a_missing_tokenizer_says_what_to_do(tmp_path: Path) -> None:
         Tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "text", ["[]", "null", "{}", '{"model": 3}', '{"model": {"type": "BPE", "vocab": 3}}', "[" * 100_000]
+)
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_damaged_tokenizer_is_an_error_of_the_model(tmp_path: Path, name: str, text: str) -> None:
+    save_tokenizer(tmp_path)
+    (tmp_path / name).write_text(text)
+    if name == "tokenizer_config.json" and text.startswith("{"):
+        assert Tokenizer(tmp_path).encode("a")  # what it lacks has defaults
+        return
+    with pytest.raises(ModelLoadError, match="no tokenizer could be loaded from"):
+        Tokenizer(tmp_path)
+
+
 def test_a_tokenizer_that_encodes_no_text_is_refused(tmp_path: Path) -> None:
     """transformers makes one up if the files of the vocabulary are missing; it may still add special tokens."""
     empty = RustTokenizer(models.BPE())
