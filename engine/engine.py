@@ -341,10 +341,6 @@ class _Launched(NamedTuple):
 
 def _overlaps_steps(config: EngineConfig, info: EngineInfo) -> bool:
     """Whether a step is scheduled while the one before is computed. On a CPU both would take the same cores."""
-    if info.num_slots:  # a state cannot be taken back if the host replaces the token that it has seen
-        if config.async_scheduling:
-            logger.warning("async_scheduling is off: the model has states")
-        return False
     if config.async_scheduling is None:
         return info.device != "cpu" and config.tensor_parallel_size == 1
     if config.async_scheduling and config.tensor_parallel_size > 1:

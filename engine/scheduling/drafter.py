@@ -99,6 +99,8 @@ class Drafter:
         more. Their keys and values are written again too, with the same bits.
         """
         assert self._blocks.states is not None
+        if sequence.state_slot < 0:  # it was ended while the step was in flight
+            return
         if num_accepted == num_drafted or sequence.is_finished:
             self._blocks.states.drop_backup(sequence)
             return

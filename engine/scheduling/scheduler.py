@@ -114,7 +114,11 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Choose the next step's batch and allocate its blocks; empty if nothing is unfinished."""
-        self.block_manager.slide(self.running)
+        # A sequence whose drafts are in flight may have to compute its last token again.
+        settled = (
+            [member for member in self.running if not member.awaits_token] if self._any_awaits_token else self.running
+        )
+        self.block_manager.slide(settled)
         max_step_tokens = self._max_step_tokens()
         step = StepBuilder(self.queues, max_step_tokens, self._chunk_limit)
         if self._any_awaits_token:

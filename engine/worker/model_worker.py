@@ -101,11 +101,11 @@ class ModelWorker:
         self.kv_cache.expect(plan.slot_mapping)
         if (graph := self.graphs.find(plan)) is not None:
             logit_indices = graph.inputs.load(plan)
-            plan.take_sampled(graph.inputs.token_ids, sampled)
+            plan.take_sampled(graph.inputs.token_ids, sampled, graph.inputs.recurrent)
             hidden = graph.replay()
             return self.shard.model.compute_logits(hidden, logit_indices) if len(logit_indices) else None
         model_input = plan.to_device(self.block_tables, self.shard.block_size, self.page_maps)
-        plan.take_sampled(model_input.token_ids, sampled)
+        plan.take_sampled(model_input.token_ids, sampled, model_input.recurrent)
         hidden = self.shard.forward(model_input, self.kv_cache)
         if len(plan.prompt_logit_indices):
             self.shard.compute_prompt_logits(hidden, model_input.prompt_logit_indices, on_prompt_logits)

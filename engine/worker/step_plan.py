@@ -129,17 +129,22 @@ class StepPlan:
         slots, starts, save_tokens, save_slots = to_device_together(plan, cu_seqlens.device)
         return RecurrentMetadata(cu_seqlens, slots, starts, save_tokens, save_slots, self.num_decodes)
 
-    def take_sampled(self, token_ids: torch.Tensor, sampled: torch.Tensor | None) -> None:
+    def take_sampled(
+        self, token_ids: torch.Tensor, sampled: torch.Tensor | None, recurrent: RecurrentMetadata | None
+    ) -> None:
         """Replace the placeholders in the plan's ``token_ids`` on the device by the tokens that the last step sampled.
 
         Args:
             token_ids: int64 [num_tokens], or more.
             sampled: int64 [n]: what the last step sampled, negative where there is no token; None if it sampled
                 nothing.
+            recurrent: the step as recurrent layers see it. They leave the states of sequences without a token as they
+                are.
         """
         if self.num_pending:
             assert sampled is not None, "the plan takes tokens of a last step that has sampled none"
-            take_pending_tokens(token_ids[: self.num_decodes], sampled)
+            state_slots = None if recurrent is None else recurrent.slots[: self.num_decodes]
+            take_pending_tokens(token_ids[: self.num_decodes], sampled, state_slots)
 
 
 def _window_metadata(metadata: AttentionMetadata, plan: WindowPlan, page_map: PageMap) -> AttentionMetadata:

@@ -61,7 +61,8 @@ class WarmUp:
             sampler.warm_up(num_sampled, shard.config.max_logprobs)
             del after_drafts
         token_ids = torch.full((1,), -1, device=shard.device)
-        take_pending_tokens(token_ids, torch.zeros_like(token_ids))
+        state_slots = token_ids.int() if shard.page_sizes.slot else None
+        take_pending_tokens(token_ids, torch.zeros_like(token_ids), state_slots)
 
 
 def _with_windows(step: ModelInput, cache: KVCache) -> ModelInput:

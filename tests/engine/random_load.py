@@ -21,10 +21,12 @@ from tests.engine.answer_checks import NO_CHOICE, AnswerChecks, Expected
 from tests.engine.plan_checks import PlanChecks
 from tests.engine.random_requests import Arrival, random_arrival, random_options
 from tests.engine.shadow import check_integrity, make_engine
-from tests.engine.shadow_model import VOCAB_SIZE, ShadowProposer
+from tests.engine.shadow_model import ShadowProposer
 from tests.engine.step_checks import StepChecks
 
 __all__ = ["RandomLoad", "drive", "drive_seeds"]
+
+UNDECIDED = -2  # on the device, instead of a token
 
 
 class RandomLoad:
@@ -213,11 +215,11 @@ class RandomLoad:
         self.counts["waits for blocks"] += output.lacks_blocks
 
     def _resample_on_host(self, output: SchedulerOutput, sampled: SampledTokens) -> None:
-        """Give the device another token of a few sequences than the host will know, as where top-p is undecided."""
+        """Give the device no token of a few sequences for which the host will have one, as where top-p is undecided."""
         for position, sequence in enumerate(output.sampling):
             if self.engine._overlaps_steps and not sequence.params.is_greedy and self._rng.random() < 0.02:
-                token_id = (sampled.token_ids[position] + 1) % VOCAB_SIZE
-                self.runner.on_device[sequence] = self.runner.sampled_ids[position] = token_id
+                self.runner.on_device[sequence], self.runner.sampled_ids[position] = 0, UNDECIDED
+                self.runner.undecided.add(sequence)
                 sampled.resampled_on_host.append(position)
                 self._resampled.add(sequence)
                 self.counts["resampled on the host"] += 1

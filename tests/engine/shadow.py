@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from engine.beam_search import BeamSearch, Hypothesis
 from engine.config import EngineConfig, EngineInfo
@@ -44,6 +44,7 @@ class ShadowRunner:
         self.num_copied: Counter[str] = Counter()
         self.sampled_ids: list[int] = []  # of the last step
         self.on_device: WeakKeyDictionary[Sequence, int] = WeakKeyDictionary()  # the same, by sequence
+        self.undecided: WeakSet[Sequence] = WeakSet()  # those of which only the host will know the token
 
     def start(self, output: SchedulerOutput) -> ComputedStep:
         """Do what ``run`` does, and withhold the tokens until the step is finished, as a GPU does."""
@@ -83,6 +84,7 @@ class ShadowRunner:
         sampled = self._sample(output, chains)
         self.sampled_ids = sampled.token_ids.copy()
         self.on_device = WeakKeyDictionary(zip(output.sampling, sampled.token_ids, strict=True))
+        self.undecided.clear()
         return sampled
 
     def check_health(self) -> None:
@@ -146,6 +148,8 @@ class ShadowRunner:
         assert set(output.state_saves) <= set(output.sequences), "a state is saved that is not computed"
         for sequence, count, chain in zip(output.sequences, output.num_new_tokens, chains, strict=True):
             start = sequence.num_computed_tokens
+            if self.skips_state(sequence):
+                continue
             if start:
                 held = self.states.get(sequence.state_slot)
                 assert held == chain[start - 1], f"{sequence.request_id} continues a foreign state at {start}"
@@ -154,6 +158,10 @@ class ShadowRunner:
                 self.states[slot] = chain[num_tokens - 1]
                 self.num_copied["saved state"] += 1
             self.states[sequence.state_slot] = chain[start + count - 1]
+
+    def skips_state(self, sequence: Sequence) -> bool:
+        """Whether a step leaves the state of a sequence as it is: there was no token to take; see StepPlan."""
+        return sequence.num_pending > 0 and sequence in self.undecided
 
     def _sample(self, output: SchedulerOutput, chains: list[list[int]]) -> SampledTokens:
         sampled = SampledTokens([])
@@ -284,6 +292,9 @@ def check_integrity(engine: Engine) -> None:
     scheduler = engine.scheduler
     waiting = [sequence for group in scheduler.waiting for sequence in group.unfinished]
     engine.block_manager.check_integrity(scheduler.running + waiting)
+    if (states := engine.block_manager.states) is not None:
+        in_flight = {} if engine._in_flight is None else engine._in_flight.output.drafts
+        assert states._backups.keys() <= in_flight.keys(), "a state from before a step is left"
     assert scheduler.running == sorted(scheduler.running, key=lambda sequence: sequence.priority_key)
     assert scheduler.waiting == sorted(scheduler.waiting, key=lambda group: group.priority_key, reverse=True)
     assert sum(count for count, _ in scheduler.queues._turns._clients.values()) == len(scheduler.waiting)
@@ -316,8 +327,10 @@ def check_integrity(engine: Engine) -> None:
     if not engine.has_unfinished:
         assert engine.block_manager.num_free_blocks == len(engine.block_manager.pool.blocks)
         assert engine.block_manager.host_pool.num_free == engine.info.num_host_blocks
+        held = [] if states is None else states._held  # by copies of the next step, for what has ended meanwhile
         for attached in engine.block_manager.prefix_cache.attachments:
-            assert attached.pages.num_free == len(attached.pages.blocks)
+            num_held = len(held) if states is not None and attached is states.snapshots else 0
+            assert attached.pages.num_free == len(attached.pages.blocks) - num_held
             assert attached.store.num_free == len(attached.store.pages.blocks)
 
 

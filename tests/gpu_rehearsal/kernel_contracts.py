@@ -89,9 +89,12 @@ def take_pending(call: Any, grid: tuple[int, ...]) -> Compute:
     require_tensor("sampled", call.sampled, torch.int64, None)
     require(tuple(grid) == (-(-call.num_tokens // call.BLOCK),), f"the grid {grid} does not cover {call.num_tokens}")
     require(int(plain(call.token_ids).min()) >= -len(call.sampled), "a token id is of no sampled token")
+    if call.HAS_STATES:
+        require_tensor("state_slots", call.state_slots, torch.int32, call.num_tokens)
 
     def compute() -> None:
-        take_pending_tokens(plain(call.token_ids), plain(call.sampled))
+        state_slots = plain(call.state_slots) if call.HAS_STATES else None
+        take_pending_tokens(plain(call.token_ids), plain(call.sampled), state_slots)
 
     return compute
 

@@ -119,6 +119,17 @@ def test_answers_without_graphs(case: tuple[str, str, Any], gpu: Rehearsal) -> N
     check_steps(gpu, *case[1:], EAGER)
 
 
+@pytest.mark.parametrize("options", [GRAPHS, EAGER], ids=["graphs", "eager"])
+@pytest.mark.parametrize("case", ["qwen3-next"], indirect=True)
+def test_answers_with_overlap(case: tuple[str, str, Any], options: dict[str, Any], gpu: Rehearsal) -> None:
+    _, path, expected = case
+    llm = start(gpu, path, async_scheduling=True, **options)
+    for _ in range(2):
+        assert answers(generate(llm, SCENARIO)) == expected
+    assert bool(gpu.machine.num_replays) == (options == GRAPHS)
+    gpu.machine.check()
+
+
 @pytest.mark.exhaustive(EVERY_OTHER)
 @pytest.mark.parametrize("options", [GRAPHS, EAGER, TWO_RANKS], ids=["graphs", "eager", "two ranks"])
 @pytest.mark.parametrize("case", [name for name in RECURRENT_FAMILIES if name not in NOT_REHEARSED], indirect=True)
@@ -241,8 +252,8 @@ def test_a_planted_fault(
 
 def test_slots_that_a_graph_does_not_follow(models: Models, gpu: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph reads a copy that was made before its capture: every sequence is padding."""
-    line = "self._recurrent = self._recurrent_metadata"
-    fault = "self._recurrent = self._recurrent_metadata(state_slots[0].clone())"
+    line = "self.recurrent = self._recurrent_metadata"
+    fault = "self.recurrent = self._recurrent_metadata(state_slots[0].clone())"
     plant(monkeypatch, "engine.worker.graphs.static_inputs:StaticInputs.__init__", line, fault)
     outputs = generate(start(gpu, models.path("mamba2", num_hidden_layers=1), max_num_seqs=2), PROMPTS)
     assert {answer.finish_reason for output in outputs for answer in output.outputs} == {"abort"}  # NaN

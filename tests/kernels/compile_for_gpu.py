@@ -104,7 +104,8 @@ def _run_experts() -> None:
 
 
 def _run_models(models: list[str]) -> None:
-    take_pending_tokens_triton(torch.zeros(300, dtype=torch.int64), torch.zeros(300, dtype=torch.int64))
+    for state_slots in (None, torch.zeros(300, dtype=torch.int32)):
+        take_pending_tokens_triton(*torch.zeros(2, 300, dtype=torch.int64), state_slots)
     for model in models:
         num_heads, num_kv_heads = HEADS[model]
         shape = {"dtype": torch.bfloat16, "head_dim": HEAD_DIM, "group_size": num_heads // num_kv_heads}

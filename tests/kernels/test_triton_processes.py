@@ -135,11 +135,11 @@ def test_every_kernel_of_experts_compiles_for_gpus(tmp_path: Path, capabilities:
 
 def test_every_kernel_of_a_warm_up_compiles_for_gpus(tmp_path: Path, capabilities: list[int]) -> None:
     for compiled in _compile(tmp_path, capabilities, "models", "Qwen3-0.6B", shared_by_decodes=TWO_TILES):
-        assert compiled == {  # without and with a sliding window
+        assert compiled == {  # without and with a sliding window, or states
             "prefill_kernel": 2,
             "plan_splits_kernel": 2,
             "split_decode_kernel": 2,
             "reduce_splits_kernel": 1,
             "_store_kernel": 1,
-            "_take_pending_kernel": 1,
+            "_take_pending_kernel": 2,
         }

@@ -257,9 +257,10 @@ class StateSlots:
         users = Counter(sequence.state_slot for sequence in sequences if sequence.state_slot >= 0)
         assert self._num_used == users.total(), "the count of used slots is off"
         assert not users or max(users.values()) == 1, "two sequences have one slot"
-        self.slots.check_integrity(users + Counter(slot.block_id for slot in self._held))
+        kept = Counter(slot.block_id for slot in (*self._held, *self._backups.values()))
+        self.slots.check_integrity(users + kept)
         assert not self._saved, "saves of a step are left"
-        assert not self._backups, "a state from before a step is left"
+        assert self._backups.keys() <= set(sequences), "a state from before a step is left"
         assert self.snapshots.copies.keys() <= users.keys(), "copies of a step are left"
         self.snapshots.check_integrity(block_ids)
         swapped = Counter(sequence.host_slot for sequence in sequences if sequence.host_slot >= 0)

@@ -82,6 +82,7 @@ class StaticInputs:
 
     Attributes:
         token_ids: int64 [size]; may be overwritten between ``load`` and the replay.
+        recurrent: the batch as recurrent layers see it, or None without them; its slots may be overwritten too.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class StaticInputs:
         for slots in (self._slot_mapping, *self._window_slots, *state_slots):
             slots.fill_(-1)
         self._cu_seqlens_q = torch.arange(size + 1, dtype=torch.int32, device=slab.device)  # every sequence decodes
-        self._recurrent = self._recurrent_metadata(*state_slots) if has_states else None
+        self.recurrent = self._recurrent_metadata(*state_slots) if has_states else None
 
     def _recurrent_metadata(self, slots: torch.Tensor) -> RecurrentMetadata:
         """Return the batch as recurrent layers see it: decodes start no sequence and save no state."""
@@ -177,5 +178,5 @@ class StaticInputs:
                 replace(metadata, slot_mapping=slots, block_tables=page_map.look_up(metadata.block_tables))
                 for slots, page_map in zip(self._window_slots, self._page_maps, strict=True)
             ),
-            recurrent=self._recurrent,
+            recurrent=self.recurrent,
         )

@@ -11,6 +11,7 @@ from engine.outputs import FinishReason
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.scheduler_output import SchedulerOutput, StepTimes
+from engine.sequence import Sequence
 from tests.engine.shadow import ShadowRunner, check_integrity, make_engine, run_all_to_end
 
 PROMPT = [1, 2, 3, 4, 5]
@@ -97,6 +98,27 @@ def test_a_request_that_is_aborted_in_flight_frees_its_blocks_at_once_and_gets_n
     run_all_to_end(engine)
 
 
+def test_a_request_that_is_aborted_with_drafts_in_flight_frees_its_states() -> None:
+    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}
+    engine, _, launched = overlapping(num_slots=6, speculative_config=drafts)
+    add(engine, prompt=[1, 2, 1, 2, 1, 2], max_tokens=9, temperature=0)
+    engine.scheduler.drafter.proposer = _SameToken()  # type: ignore[union-attr]
+    while not (launched and launched[-1].drafts):
+        engine.step()
+    assert engine.abort("a")
+    check_integrity(engine)
+    engine.step()
+    assert not engine.has_unfinished
+    check_integrity(engine)
+
+
+class _SameToken:
+    """Proposes the same token always."""
+
+    def propose(self, sequence: Sequence, limit: int) -> list[int]:
+        return [0] * limit
+
+
 def test_an_engine_without_requests_still_collects_its_last_step() -> None:
     engine, _, _ = overlapping()
     add(engine, max_tokens=9)
@@ -167,6 +189,7 @@ def test_a_step_that_fails_leaves_none_in_flight() -> None:
         ("cpu", {}, False),
         ("cpu", {"async_scheduling": True}, True),
         ("cuda:0", {}, True),
+        ("cuda:0", {"num_slots": 3}, True),
         ("cuda:0", {"async_scheduling": False}, False),
         ("cuda:0", {"tensor_parallel_size": 2}, False),
         ("cuda:0", {"tensor_parallel_size": 2, "async_scheduling": True}, False),

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from engine.kv.attachments.state_slots import StateSlots
 from engine.kv.block_manager import BlockManager
+from engine.kv.block_pool import Block
 from engine.kv.prefix_cache import PrefixCache
 from engine.scheduling import drafter as drafter_module
 from engine.scheduling import scheduler as scheduler_module
@@ -13,7 +17,10 @@ from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput
 from engine.scheduling.step_builder import StepBuilder
 from engine.sequence import Sequence
+from engine.worker.step_plan import StepPlan
+from tests.engine.random_requests import lone_arrival
 from tests.engine.scheduling.planted_bugs import Plant, assert_found
+from tests.engine.shadow import ShadowRunner
 
 # --- drafts ---------------------------------------------------------------------------------------------------------
 
@@ -107,9 +114,9 @@ def test_a_draft_for_a_sequence_that_is_not_greedy_is_detected() -> None:
 # --- steps in flight ------------------------------------------------------------------------------------------------
 
 
-def assert_found_in_flight(plant: Plant, symptom: str) -> None:
+def assert_found_in_flight(plant: Plant, symptom: str, **options: Any) -> None:
     """Assert that a bug is found in runs whose steps overlap."""
-    assert_found(plant, symptom, async_scheduling=True)
+    assert_found(plant, symptom, async_scheduling=True, **options)
 
 
 def test_a_pending_token_that_the_host_must_know_is_detected() -> None:
@@ -179,4 +186,92 @@ def test_publishing_a_block_with_a_pending_token_is_detected() -> None:
 
     assert_found_in_flight(
         lambda patch: patch.setattr(PrefixCache, "publish", publish_pending), "published with foreign content"
+    )
+
+
+# --- states in flight -----------------------------------------------------------------------------------------------
+
+FOREIGN = "continues a foreign state|published with foreign content"
+STATES = {"num_slots": 6, "num_host_blocks": 0}
+
+
+def test_a_state_that_has_seen_what_is_not_a_token_is_detected() -> None:
+    take_sampled = StepPlan.take_sampled
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(StepPlan, "take_sampled", lambda plan, ids, sampled, _: take_sampled(plan, ids, sampled, None))
+        patch.setattr(ShadowRunner, "skips_state", lambda runner, sequence: False)
+
+    assert_found_in_flight(plant, FOREIGN, **STATES)
+
+
+def test_a_plan_that_lets_a_state_see_what_is_not_a_token_is_detected() -> None:
+    take_sampled = StepPlan.take_sampled
+
+    def take_no_slots(plan: StepPlan, token_ids: Any, sampled: Any, recurrent: Any) -> None:
+        take_sampled(plan, token_ids, sampled, None)
+
+    assert_found_in_flight(
+        lambda patch: patch.setattr(StepPlan, "take_sampled", take_no_slots), "changed by what is not a token", **STATES
+    )
+
+
+def test_a_snapshot_that_is_copied_one_step_late_is_detected() -> None:
+    keep, take_copies = StateSlots.keep, StateSlots.take_copies
+    kept: list[tuple[int, int]] = []
+    of_next_step: list[tuple[int, int]] = []
+
+    def keep_late(states: StateSlots, sequence: Sequence, block: Block) -> None:
+        before = set(states.snapshots.copies)
+        keep(states, sequence, block)
+        kept.extend((states.snapshots.copies.pop(slot), slot) for slot in states.snapshots.copies.keys() - before)
+
+    def take_late(states: StateSlots) -> Any:
+        copies, saves = take_copies(states)
+        copies.on_device.extend(of_next_step)
+        of_next_step[:] = kept
+        kept.clear()
+        return copies, saves
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(StateSlots, "keep", keep_late)
+        patch.setattr(StateSlots, "take_copies", take_late)
+
+    assert_found_in_flight(plant, FOREIGN + "|never computed", enable_prefix_caching=True, block_size=1, **STATES)
+
+
+def test_a_write_to_a_slot_that_has_its_next_owner_is_detected() -> None:
+    """A device that does not work in order: what a step writes for an ended sequence arrives after the next step."""
+    run_states = ShadowRunner._run_states
+    written: dict[Sequence, tuple[int, int]] = {}
+
+    def write_late(runner: ShadowRunner, output: SchedulerOutput, chains: list[list[int]]) -> None:
+        late = [write for sequence, write in written.items() if sequence.is_finished]
+        written.clear()
+        run_states(runner, output, chains)
+        for sequence in output.sequences:
+            written[sequence] = sequence.state_slot, runner.states[sequence.state_slot]
+        runner.states.update(late)
+
+    assert_found_in_flight(lambda patch: patch.setattr(ShadowRunner, "_run_states", write_late), FOREIGN, **STATES)
+
+
+def test_a_page_that_is_freed_before_a_draft_is_rejected_is_detected() -> None:
+    """The last token is computed again, and its window reaches one token further back than that of the draft."""
+    schedule = Scheduler.schedule
+
+    def slide_all(scheduler: Scheduler) -> SchedulerOutput:
+        scheduler.block_manager.slide(scheduler.running)
+        return schedule(scheduler)
+
+    assert_found_in_flight(
+        lambda patch: patch.setattr(Scheduler, "schedule", slide_all),
+        "of a window|page|KeyError",
+        draw=lone_arrival,
+        windows=((1, 80),),
+        block_size=1,
+        num_blocks=80,
+        num_draft_tokens=4,
+        twins_share=False,
+        **STATES,
     )

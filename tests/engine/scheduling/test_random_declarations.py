@@ -25,6 +25,12 @@ LEAST_WITH_STATES = {
     "saved states": 3000,
     "evicted snapshots": 1000,
 }
+LEAST_WITH_STATES_IN_FLIGHT = {name: least // 3 for name, least in LEAST_WITH_STATES.items()} | {
+    "steps on pending tokens": 20_000,
+    "waits for a token": 3000,
+    "wasted": 500,
+    "resampled on the host": 300,
+}
 # With windows, states or both, and host pools of each kind, some of them too small for most swaps.
 LEAST_OF_ALL_KINDS = {
     "finished": 4000,
@@ -107,17 +113,49 @@ def test_many_random_steps_with_states(first_seed: int, num_steps: int) -> None:
         drive_seeds(first_seed, num_steps // 2, LEAST_WITH_STATES, num_slots=num_slots, num_host_blocks=0)
 
 
+@pytest.mark.parametrize("num_slots", [1, 3, 12])
+def test_random_steps_with_states_that_overlap(num_slots: int) -> None:
+    drive(num_slots, num_slots=num_slots, num_host_blocks=0, async_scheduling=True)
+
+
+@pytest.mark.parametrize(
+    ("first_seed", "num_steps"),
+    [
+        pytest.param(1_000, 10_000, marks=pytest.mark.long),
+        pytest.param(
+            5_000,
+            90_000,
+            marks=[pytest.mark.exhaustive("more seeds than the 10,000 steps of CI"), pytest.mark.timeout(3600)],
+        ),
+    ],
+)
+def test_many_random_steps_with_states_that_overlap(first_seed: int, num_steps: int) -> None:
+    for num_slots in (3, 12):
+        drive_seeds(
+            first_seed,
+            num_steps // 2,
+            LEAST_WITH_STATES_IN_FLIGHT,
+            num_slots=num_slots,
+            num_host_blocks=0,
+            async_scheduling=True,
+        )
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_random_steps_with_all_kinds_and_their_host_pools(seed: int) -> None:
-    drive(seed, **options_of_all_kinds(seed))
+    drive(seed, **options_of_all_kinds(seed), async_scheduling=bool(seed % 2))
 
 
 @pytest.mark.long
-def test_five_thousand_random_steps_with_all_kinds_and_their_host_pools() -> None:
-    drive_seeds(100, 5_000, {name: count // 2 for name, count in LEAST_OF_ALL_KINDS.items()}, options_of_all_kinds)
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_five_thousand_random_steps_with_all_kinds_and_their_host_pools(overlaps: bool) -> None:
+    least = {name: count // (4 if overlaps else 2) for name, count in LEAST_OF_ALL_KINDS.items()}
+    drive_seeds(100, 5_000, least, options_of_all_kinds, async_scheduling=overlaps)
 
 
 @pytest.mark.exhaustive("a hundred thousand steps in one piece")
 @pytest.mark.timeout(3600)
-def test_a_hundred_thousand_random_steps_with_all_kinds_and_their_host_pools() -> None:
-    drive_seeds(10_000, 100_000, LEAST_OF_ALL_KINDS, options_of_all_kinds)
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_hundred_thousand_random_steps_with_all_kinds_and_their_host_pools(overlaps: bool) -> None:
+    least = {name: count // (3 if overlaps else 1) for name, count in LEAST_OF_ALL_KINDS.items()}
+    drive_seeds(10_000, 100_000, least, options_of_all_kinds, async_scheduling=overlaps)

@@ -12,7 +12,12 @@ from engine.options.structured_outputs import StructuredOutputsParams
 from engine.sampling import choosers
 from engine.sampling_params import SamplingParams
 from engine.worker.step_plan import StepPlan
-from tests.engine.checkpoints import build_model, save_checkpoint, save_tokenizer
+from tests.engine.checkpoints import VOCAB_SIZE, build_model, save_checkpoint, save_tokenizer
+from tests.engine.models.decoder.recurrent.recurrent_families import (
+    RECURRENT_FAMILIES,
+    build_recurrent_model,
+    save_as_published,
+)
 
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -42,10 +47,16 @@ OPTIONS: dict[str, Any] = {
 }
 
 
+MODELS: list[Any] = ["qwen3", *(pytest.param(name, marks=pytest.mark.long) for name in ("qwen3.5", "nemotron-3-nano"))]
+
+
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     directory = tmp_path_factory.mktemp("model")
-    save_checkpoint(build_model("qwen3"), directory)
+    if request.param in RECURRENT_FAMILIES:
+        save_as_published(build_recurrent_model(request.param, vocab_size=VOCAB_SIZE), directory)
+    else:
+        save_checkpoint(build_model(request.param), directory)
     save_tokenizer(directory)
     return str(directory)
 
@@ -62,6 +73,7 @@ def answers(path: str, **options: Any) -> tuple[list[Any], LLM]:
     return seen, llm
 
 
+@pytest.mark.parametrize("path", MODELS, indirect=True)
 @pytest.mark.parametrize("speculative_config", [None, {"method": "ngram", "num_speculative_tokens": 3}])
 def test_answers_are_the_same_with_overlap(
     path: str, speculative_config: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
@@ -84,6 +96,7 @@ def test_answers_are_the_same_with_overlap(
     assert manager.num_free_blocks == len(manager.pool.blocks)
 
 
+@pytest.mark.parametrize("path", ["qwen3", "qwen3.5"], indirect=True)
 def test_a_token_that_the_device_leaves_undecided_is_chosen_for_the_right_position(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from kernels.cache.pending_tokens import take_pending_tokens
 
-Take = Callable[[torch.Tensor, torch.Tensor], None]
+Take = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], None]
 GUARD = 7  # tokens after those of the step, which must not change
 
 
@@ -25,10 +25,18 @@ def take(request: pytest.FixtureRequest) -> Take:
 
 def _check(take: Take, token_ids: list[int], sampled: list[int]) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    tokens = torch.tensor([*token_ids, *[-1] * GUARD], device=device)
-    take(tokens[: len(token_ids)], torch.tensor(sampled, dtype=torch.int64, device=device))
+    count = len(token_ids)
     expected = [max(sampled[~token_id], 0) if token_id < 0 else token_id for token_id in token_ids]
-    assert tokens.tolist() == [*expected, *[-1] * GUARD]
+    slots = [100 + index for index in range(count + GUARD)]
+    for has_states in (False, True):
+        tokens = torch.tensor([*token_ids, *[-1] * GUARD], device=device)
+        state_slots = torch.tensor(slots, dtype=torch.int32, device=device)
+        sampled_on_device = torch.tensor(sampled, dtype=torch.int64, device=device)
+        take(tokens[:count], sampled_on_device, state_slots[:count] if has_states else None)
+        assert tokens.tolist() == [*expected, *[-1] * GUARD]
+        without_token = [has_states and token_id < 0 and sampled[~token_id] < 0 for token_id in token_ids]
+        kept = [-1 if without else slot for without, slot in zip(without_token, slots, strict=False)]
+        assert state_slots.tolist() == kept + slots[count:]
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ class Checks:
         kept += [page_map._pages for page_map in worker.page_maps]
         for other in self.graphs._graphs:
             kept.append(other.inputs._cu_seqlens_q)
-            if (recurrent := other.inputs._recurrent) is not None:
+            if (recurrent := other.inputs.recurrent) is not None:
                 kept += [recurrent.starts, recurrent.save_tokens, recurrent.save_slots]
         self._device.poison_all_but(kept)
         poison(inputs._slab)  # which the step's copy must fill
