@@ -20,6 +20,7 @@ __all__ = ["gguf_tokenizer"]
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _NOT_OF_TEXT = (_UNKNOWN, _CONTROL, _UNUSED, _BYTE)
 _KEY = "tokenizer.ggml."
+_SENTENCEPIECE = ("llama", "gemma4")  # of scores; of merges
 _SPACE = "▁"  # how SentencePiece spells a space
 _WITHOUT_RSTRIP = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3's other added tokens take the spaces after them
 _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
@@ -38,10 +39,10 @@ def gguf_tokenizer(path: str | Path) -> Any:
     kind = vocabulary.text("model")
     if kind == "gpt2":
         tokenizer = _byte_level(vocabulary)
-    elif kind == "llama":
+    elif kind in _SENTENCEPIECE:
         tokenizer = _sentencepiece(vocabulary)
     else:
-        raise vocabulary.error(f"its tokenizer is of the kind {shown(kind)}; gpt2 and llama are supported")
+        raise vocabulary.error(f"its tokenizer is of the kind {shown(kind)}; gpt2, llama and gemma4 are supported")
     vocabulary.add_special_tokens(tokenizer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -126,7 +127,7 @@ class _Vocabulary:
         from tokenizers import AddedToken
         from tokenizers.processors import TemplateProcessing
 
-        is_sentencepiece = self.text("model") == "llama"
+        is_sentencepiece = self.text("model") in _SENTENCEPIECE
         strips = is_sentencepiece and self.architecture == "phi3"  # of the original's tokens, which no key says
         special, plain = [], []
         for token, kind in zip(self.tokens, self.types, strict=True):
@@ -201,18 +202,19 @@ def _sentencepiece(vocabulary: _Vocabulary) -> Any:
     """Return a BPE of SentencePiece: spaces are part of tokens, and characters without a token are bytes."""
     from tokenizers import decoders, normalizers
 
-    is_gemma = str(vocabulary.architecture).startswith("gemma")
+    has_merges = vocabulary.text("model") == "gemma4"
+    is_gemma = str(vocabulary.architecture).startswith("gemma") and not has_merges
     if is_gemma:  # the converter spells tokens that are only spaces with spaces
         vocabulary.tokens = [
             _SPACE * len(token) if token and not token.strip(" ") else token for token in vocabulary.tokens
         ]
     scores = [-float(i) for i in range(len(vocabulary.tokens))] if is_gemma else vocabulary.scores()
-    if not scores:
+    if not scores and not has_merges:
         raise vocabulary.error("its tokens have no scores")
     prepends = vocabulary.flag("add_space_prefix", True)
     tokenizer = _bpe(
         vocabulary,
-        _merges_of(vocabulary, scores),
+        vocabulary.merges() if has_merges else _merges_of(vocabulary, scores),
         unk_token=vocabulary.named_tokens.get("unk_token"),
         fuse_unk=True,
         byte_fallback=True,

@@ -13,6 +13,7 @@ from typing import Any
 from engine.errors import ModelLoadError
 from engine.models.gguf.fields import Fields
 from engine.models.gguf.file import GgufFile
+from engine.models.gguf.gemma4_config import gemma4_config
 from engine.models.gguf.recurrent_config import RECURRENT
 from engine.models.gguf.rope import longrope_parameters, rope_parameters
 from engine.models.gguf.sizes import has, head_dim_of, key_length, num_layers, whole_rope
@@ -50,7 +51,7 @@ def gguf_config(gguf: GgufFile) -> dict[str, Any]:
             f"'{gguf.path}' is of llama.cpp's architecture '{fields.architecture}', which is not read from GGUF; "
             f"supported: {', '.join(_BUILDERS)}; give a Hugging Face checkpoint's directory for others"
         )
-    heads = {} if fields.architecture in RECURRENT else _heads(fields)
+    heads = {} if fields.architecture in {*RECURRENT, "gemma4"} else _heads(fields)
     return _common(gguf, fields) | heads | build(gguf, fields)
 
 
@@ -281,6 +282,7 @@ _BUILDERS: dict[str, Callable[[GgufFile, Fields], dict[str, Any]]] = {
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "gemma4": gemma4_config,
     "phi3": _phi3,
     "gpt-oss": _gpt_oss,
     **RECURRENT,

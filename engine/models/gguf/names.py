@@ -16,7 +16,14 @@ from engine.models.gguf.weight import EXPERTS, GgufWeight, holds_experts, of_eac
 
 __all__ = ["gguf_weights"]
 
-_WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_WHOLE = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
 _IN_LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -36,16 +43,34 @@ _GEMMA_NORMS = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_GEMMA4 = _GEMMA_NORMS | {
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "ffn_gate_inp": "router.proj",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
 _OWN = {  # names that an architecture has for itself
     "gemma2": _GEMMA_NORMS,
     "gemma3": _GEMMA_NORMS,
+    "gemma4": _GEMMA4,
     "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
     "gpt-oss": {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
+}
+_WITHOUT_KIND = {  # an architecture's weights that are not called weight or bias
+    "gpt-oss": {"attn_sinks.weight": "self_attn.sinks"},
+    "gemma4": {
+        "layer_output_scale.weight": "layer_scalar",
+        "ffn_gate_inp.scale": "router.scale",
+        "ffn_down_exps.scale": "router.per_expert_scale",
+    },
 }
 _MIXTRAL = {"ffn_gate_inp": "block_sparse_moe.gate"}
 _MIXTRAL_EXPERTS = {"ffn_gate_exps": "w1", "ffn_up_exps": "w3", "ffn_down_exps": "w2"}
 _IN_CONFIG = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}  # gguf_config reads them
-_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias|scale)")
 
 
 def gguf_weights(gguf: GgufFile) -> dict[str, GgufWeight]:
@@ -89,8 +114,8 @@ def _own_name(name: str, layer: re.Match[str] | None, names: dict[str, str], arc
         module, _, kind = name.rpartition(".")
         return f"{_WHOLE[module]}.{kind}" if module in _WHOLE else name
     number, module, kind = layer.groups()
-    if architecture == "gpt-oss" and module == "attn_sinks":
-        return f"model.layers.{number}.self_attn.sinks"
+    if own := _WITHOUT_KIND.get(architecture, {}).get(f"{module}.{kind}"):
+        return f"model.layers.{number}.{own}"
     return f"model.layers.{number}.{names[module]}.{kind}" if module in names else name
 
 
@@ -101,7 +126,8 @@ def _experts(
     number, module, kind = layer.groups()
     if architecture == "gpt-oss":
         return dict(_stacked(gguf, number, module, kind, tensor))
-    block = f"model.layers.{number}.{'block_sparse_moe' if is_mixtral else 'mlp'}.experts"
+    parent = "block_sparse_moe." if is_mixtral else "" if architecture == "gemma4" else "mlp."
+    block = f"model.layers.{number}.{parent}experts"
     return of_each_expert(tensor, block, module, kind, _MIXTRAL_EXPERTS if is_mixtral else EXPERTS)
 
 

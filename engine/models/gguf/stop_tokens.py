@@ -23,6 +23,7 @@ _TEXTS = frozenset(
         "<|return|>",
         "<|call|>",
         "<end_of_turn>",
+        "<turn|>",
         "<|endoftext|>",
         "<|end_of_text|>",
         "<EOT>",

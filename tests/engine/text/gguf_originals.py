@@ -117,6 +117,7 @@ def _byte_fallback(pieces: list[str], scores: list[float] | None, special: list[
 
 SPM_SPECIAL, PHI3_ADDED = ["<unk>", "<s>", "</s>"], ["<|endoftext|>", "<|user|>", "<|end|>"]
 GEMMA_SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"]
+GEMMA4_SPECIAL, GEMMA4_CALL = ["<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", "<turn|>"], "<|tool_call>"
 _LLAMA_NORMALIZER = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
 _LLAMA_DECODER = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
 
@@ -156,6 +157,16 @@ def _gemma() -> RustTokenizer:
     return _begin_with(tokenizer, "<bos>")
 
 
+def _gemma4() -> RustTokenizer:
+    special = [AddedToken(token, normalized=False, special=True) for token in GEMMA4_SPECIAL]
+    tokenizer = _byte_fallback([*_pieces(GEMMA4_SPECIAL), GEMMA4_CALL], None, special)
+    tokenizer.add_tokens([AddedToken(GEMMA4_CALL, normalized=False, special=False)])
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence(_LLAMA_DECODER[:3])
+    return _begin_with(tokenizer, "<bos>")
+
+
+_GEMMA_NAMES = {"bos": "<bos>", "eos": "<eos>", "unk": "<unk>", "pad": "<pad>"}
 # the tokenizer; llama.cpp's architecture, kind of tokenizer and of words; the names of special tokens
 KINDS: dict[str, tuple[Callable[[], RustTokenizer], str, str, str, dict[str, str]]] = {
     "llama-bpe": (_llama3, "llama", "gpt2", "llama-bpe", {"bos": "<|begin_of_text|>", "eos": "<|eot_id|>"}),
@@ -166,7 +177,8 @@ KINDS: dict[str, tuple[Callable[[], RustTokenizer], str, str, str, dict[str, str
     "smollm": (_smollm, "llama", "gpt2", "smollm", {"bos": "<|im_start|>", "eos": "<|im_end|>"}),
     "llama 2": (_llama2, "llama", "llama", "default", {"bos": "<s>", "eos": "</s>", "unk": "<unk>"}),
     "phi3": (_phi3, "phi3", "llama", "default", {"bos": "<s>", "eos": "<|endoftext|>", "unk": "<unk>"}),
-    "gemma": (_gemma, "gemma3", "llama", "default", {"bos": "<bos>", "eos": "<eos>", "unk": "<unk>", "pad": "<pad>"}),
+    "gemma": (_gemma, "gemma3", "llama", "default", _GEMMA_NAMES),
+    "gemma4": (_gemma4, "gemma4", "gemma4", "default", _GEMMA_NAMES),
 }
 
 
@@ -205,7 +217,7 @@ def add_tokenizer(writer: Any, kind: str, original: PreTrainedTokenizerFast) -> 
         elif token_id in added:
             token = token.replace("▁", " ")
             types.append(gguf.TokenType.USER_DEFINED)
-        elif model == "llama" and token.startswith("<0x"):
+        elif model in ("llama", "gemma4") and token.startswith("<0x"):
             types.append(gguf.TokenType.BYTE)
         else:
             types.append(gguf.TokenType.NORMAL)
@@ -215,7 +227,7 @@ def add_tokenizer(writer: Any, kind: str, original: PreTrainedTokenizerFast) -> 
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     state = json.loads(original.backend_tokenizer.to_str())
-    if model == "gpt2":
+    if model in ("gpt2", "gemma4"):
         writer.add_token_merges([" ".join(merge) for merge in state["model"]["merges"]])
     else:
         pieces = [*texts.values()]
@@ -224,6 +236,8 @@ def add_tokenizer(writer: Any, kind: str, original: PreTrainedTokenizerFast) -> 
         scores = _scores([texts[i] for i in range(learnt)], num_special)
         writer.add_token_scores([*scores, *[-1000.0] * (len(tokens) - learnt)])
         writer.add_add_space_prefix(kind != "gemma")
+    if model == "gemma4":
+        writer.add_add_space_prefix(False)
     writer.add_add_bos_token(bool(original.encode("")))
     for name, token in names.items():
         getattr(writer, f"add_{name}_token_id")(original.convert_tokens_to_ids(token))

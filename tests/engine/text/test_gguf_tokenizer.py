@@ -21,6 +21,7 @@ PIECES = [
     "'s", "'LL", "'Ve", "don't", "1", "22", "333", "4444", "1234567", "3.14", "a/b//c", "//\n", "--", "!?", "<", ">",
     "▁",
     "the", " the", "The", "THE", "HTTPServer", " tokens", "\x00", "[PAD701]", "<0x41>", "<s>", "</s>", "<unk>", "<bos>",
+    "<|turn>", "<turn|>", "<|tool_call>",
     "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|user|>", "<|end|>  ", "<think>", "<tool_call>", "[INST]",
 ]  # fmt: skip
 
@@ -126,7 +127,7 @@ def test_named_templates(tmp_path: Path) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no tokenizer": ({"model": None, "tokens": None, "token_type": None, "bos_token_id": None}, "it has no tokens"),
-    "another kind": ({"model": "rwkv"}, "of the kind 'rwkv'; gpt2 and llama"),
+    "another kind": ({"model": "rwkv"}, "of the kind 'rwkv'; gpt2, llama and gemma4"),
     "unknown words": ({"pre": "own"}, r"not known \(tokenizer.ggml.pre='own'\)"),
     "no words": ({"pre": None}, r"not known \(tokenizer.ggml.pre=None\)"),
     "numbers": ({"tokens": [1, 2]}, "tokenizer.ggml.tokens is not a list of str"),

@@ -181,7 +181,7 @@ Pagoda also ends answers at control tokens that are known by their texts, such a
 | part | what is read |
 | --- | --- |
 | types of tensors | {gguf_types} |
-| `tokenizer.ggml.model` | `llama` (SentencePiece's BPE), `gpt2` (byte-level BPE) |
+| `tokenizer.ggml.model` | `llama`, `gemma4` (SentencePiece's BPE), `gpt2` (byte-level BPE) |
 | `tokenizer.ggml.pre` of byte-level BPE | {gguf_words} |
 
 Compared are each type of blocks with the package `gguf`, bit by bit; the tokens of a tiny model of each architecture,

@@ -18,7 +18,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from tests.engine.models.gguf import recurrent
+from tests.engine.models.gguf import gemma4, recurrent
 from tests.engine.models.gguf.blocks import random_weight
 
 __all__ = ["ARCHITECTURES", "LLAMA3", "build_model", "write_gguf"]
@@ -94,6 +94,7 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "phi3-window": ("phi3", "phi3", {"sliding_window": 9, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
                                                                             "partial_rotary_factor": 1.0}}),
     "gpt-oss": ("gpt-oss", "gpt_oss", _EXPERTS | _SLIDING | {"rope_parameters": _GPT_OSS_ROPE}),
+    **gemma4.ARCHITECTURES,
     **recurrent.ARCHITECTURES,
 }  # fmt: skip
 
@@ -143,7 +144,10 @@ def write_gguf(model: PreTrainedModel, name: str, path: Path, *, add_tokenizer: 
             is_small = is_small or any(part in stored_name for part in recurrent.FORCED_FLOAT32)
             kind = Type.F32 if is_small else next(k for k in kinds if shape[-1] % gguf.GGML_QUANT_SIZES[k][0] == 0)
             stored, values = random_weight(shape, kind, _SPREAD, random)
-            if (special := recurrent.small_values(stored_name, shape, random)) is not None:
+            special = recurrent.small_values(stored_name, shape, random)
+            if architecture == "gemma4":
+                special = gemma4.small_values(shape, random)
+            if special is not None:
                 stored = values = special
             writer.add_tensor(stored_name, stored, raw_dtype=kind)
             decoded = torch.from_numpy(values.copy())
@@ -167,6 +171,9 @@ def _all_tensors(model: PreTrainedModel, name: str) -> Iterator[tuple[str, tuple
     if name in recurrent.ARCHITECTURES:
         yield from recurrent.tensors(model)
         return
+    if name in gemma4.ARCHITECTURES:
+        yield from gemma4.tensors(model)
+        return
     for tensor, views in _tensors(model, ARCHITECTURES[name][0]):
         shape = tuple(views[0].shape)
         yield tensor, (len(views), *shape) if "experts" in tensor else shape, views
@@ -178,7 +185,7 @@ def _number_of(architecture: str) -> gguf.MODEL_ARCH:
 
 def _undo(decoded: torch.Tensor, tensor: str, architecture: str, config: Any) -> torch.Tensor:
     """Return what transformers has where the converter has written ``decoded``."""
-    if architecture.startswith("gemma") and tensor.endswith("norm.weight"):
+    if architecture in ("gemma", "gemma2", "gemma3") and tensor.endswith("norm.weight"):
         return decoded - 1
     if architecture in ("llama", "mistral3") and (".q_proj." in tensor or ".k_proj." in tensor):
         heads = config.num_attention_heads if ".q_proj." in tensor else config.num_key_value_heads
@@ -228,6 +235,8 @@ def _expert_views(
 
 def _factors(architecture: str, config: Any) -> Iterator[tuple[str, list[float]]]:
     rope = getattr(config, "rope_parameters", None) or {}
+    if architecture == "gemma4":
+        yield "rope_freqs.weight", gemma4.rope_factors(config)
     if rope.get("rope_type") == "llama3":
         yield "rope_freqs.weight", _llama3_factors(rope, config.head_dim)
     if rope.get("rope_type") == "longrope":
@@ -252,6 +261,9 @@ def _llama3_factors(rope: Mapping[str, Any], dim: int) -> list[float]:
 
 
 def _add_metadata(writer: Any, architecture: str, config: Any) -> None:
+    if architecture == "gemma4":
+        gemma4.add_metadata(writer, config)
+        return
     rope = config.rope_parameters
     full = rope.get("full_attention", rope)
     writer.add_block_count(config.num_hidden_layers)

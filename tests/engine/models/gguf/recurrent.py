@@ -10,6 +10,7 @@ import torch
 
 __all__ = ["ARCHITECTURES", "FORCED_FLOAT32", "add_metadata", "restored", "small_values", "stored_values", "tensors"]
 
+STORED_BUFFERS = ("correction_bias", "layer_scalar")
 _GATED_DELTA: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_key_heads": 2,
@@ -111,7 +112,7 @@ def tensors(model: Any) -> Iterator[tuple[str, tuple[int, ...], list[torch.Tenso
 def stored_values(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the parameters, and the buffers that checkpoints have."""
     yield from ((name, parameter.data) for name, parameter in model.named_parameters())
-    yield from ((name, values) for name, values in model.named_buffers() if name.endswith("correction_bias"))
+    yield from ((name, values) for name, values in model.named_buffers() if name.endswith(STORED_BUFFERS))
 
 
 def _blk(name: str) -> str:

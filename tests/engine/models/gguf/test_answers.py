@@ -80,6 +80,7 @@ CHANGES: dict[str, tuple[str, Callable[[GgufWeight], GgufWeight]]] = {
     "Qwen3.5's norms without the 1": ("qwen35moe", lambda weight: replace(weight, has_one_added=False)),
     "decays without their logarithm": ("mamba2", lambda weight: replace(weight, is_decay=False)),
     "Granite's ups before its gates": ("granitehybrid", lambda weight: replace(weight, parts=weight.parts[::-1])),
+    "Gemma 4's norms less 1": ("gemma4-moe", lambda weight: replace(weight, has_one_added=True)),
     "Nemotron's heads as Llama has them": ("nemotron_h", lambda weight: replace(weight, heads=0)),
 }
 
@@ -161,6 +162,17 @@ def test_layers_that_predict_further_tokens_are_not_read(tmp_path: Path) -> None
     assert len(llm.engine.runner.workers.local.shard.model.layers) == 2  # type: ignore[attr-defined]
 
 
+def test_keys_of_layers_that_read_those_of_others_are_not_read(tmp_path: Path) -> None:
+    """Published checkpoints of Gemma 4 E2B and E4B have them, and so have the files that are made of these."""
+
+    def with_keys(writer: Any) -> None:
+        for name in ("attn_k", "attn_v", "attn_k_norm"):
+            writer.add_tensor(f"blk.3.{name}.weight", torch.full((3,), 7.0).numpy())
+
+    write_gguf(build_model("gemma4-e4b"), "gemma4-e4b", path := tmp_path / "a.gguf", add_tokenizer=with_keys)
+    make_llm(str(path), num_blocks=16)
+
+
 def test_gates_and_ups_of_experts_may_be_in_one_stack(tmp_path: Path) -> None:
     gates, ups = torch.randn(3, 8, 256), torch.randn(3, 8, 256)
     stored = torch.cat([gates, ups], dim=1).half().numpy()
@@ -204,7 +216,8 @@ def _by_stored_name(model: Any) -> dict[str, torch.Tensor]:
     weights: dict[str, torch.Tensor] = {}
     kind = model.config.model_type
     for name, values in stored_values(model):
-        block, _, matrix = name.partition(".mlp.experts.")
+        parent = "" if kind == "gemma4_text" else ".mlp"
+        block, _, matrix = name.partition(f"{parent}.experts.")
         for found, published in PUBLISHED.get(kind, {}).items():
             name = name.replace(found, published)
         if kind == "nemotron_h" and ".experts." in name:
@@ -221,5 +234,5 @@ def _by_stored_name(model: Any) -> dict[str, torch.Tensor]:
                     part = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}[part]
                     weights[f"{block}.block_sparse_moe.experts.{expert}.{part}.weight"] = value
                 else:
-                    weights[f"{block}.mlp.experts.{expert}.{part}.weight"] = value
+                    weights[f"{block}{parent}.experts.{expert}.{part}.weight"] = value
     return weights

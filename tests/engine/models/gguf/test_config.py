@@ -86,10 +86,11 @@ def test_stop_tokens_and_sampling_defaults(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [1, 4])  # normal, user-defined: as in published files of Gemma
-def test_a_turn_ends_although_its_token_is_not_marked(tmp_path: Path, kind: int) -> None:
+@pytest.mark.parametrize("end", ["<end_of_turn>", "<turn|>"])
+def test_a_turn_ends_although_its_token_is_not_marked(tmp_path: Path, kind: int, end: str) -> None:
     def add(writer: Any) -> None:
         writer.add_tokenizer_model("llama")
-        writer.add_token_list(["<eos>", "</s>", "<end_of_turn>", "a"])
+        writer.add_token_list(["<eos>", "</s>", end, "a"])
         writer.add_token_types([3, 1, kind, 1])
         writer.add_token_scores([0.0] * 4)
         writer.add_eos_token_id(0)
@@ -99,7 +100,7 @@ def test_a_turn_ends_although_its_token_is_not_marked(tmp_path: Path, kind: int)
     assert load_hf_config(path).eos_token_id == [0, 2]
     tokenizer = Tokenizer(path)
     assert 2 in tokenizer.special_ids
-    assert tokenizer.encode("a<end_of_turn>a", add_special_tokens=False) == [3, 2, 3]
+    assert tokenizer.encode(f"a{end}a", add_special_tokens=False) == [3, 2, 3]
 
 
 def test_the_end_of_a_harmony_message_is_no_stop_token(tmp_path: Path) -> None:
@@ -113,6 +114,11 @@ def test_the_end_of_a_harmony_message_is_no_stop_token(tmp_path: Path) -> None:
     assert load_hf_config(path).eos_token_id == [0, 2, 3]
 
 
+_GEMMA4: dict[str, Any] = {
+    "block_count": 2,
+    "attention.sliding_window_pattern": [True, False],
+    "attention.key_length_swa": 32,
+}
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "another architecture": ("mamba", {}, "architecture 'mamba', which is not read from GGUF; supported: llama"),
     "towers": ("clip", {}, "has a model's towers for images or sound, not the model; give the GGUF file"),
@@ -151,6 +157,43 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"ssm.inner_size": 300, "ssm.time_step_rank": 3, "ssm.state_size": 8, "ssm.conv_kernel": 4},
         "inner_size=300 is not a multiple of its 256 features",
     ),
+    "windows of some layers": (
+        "gemma4",
+        {"block_count": 2, "attention.sliding_window_pattern": [True]},
+        "sliding_window_pattern does not say of 2 layers which slide",
+    ),
+    "a last layer that slides": (
+        "gemma4",
+        _GEMMA4 | {"attention.sliding_window_pattern": [False, True]},
+        "the last one not",
+    ),
+    "heads of one kind": (
+        "gemma4",
+        _GEMMA4
+        | {
+            "block_count": 3,
+            "attention.sliding_window_pattern": [True, True, False],
+            "attention.head_count_kv": [1, 2, 1],
+        },
+        "head_count_kv differs between layers of a kind",
+    ),
+    "no size of sliding heads": (
+        "gemma4",
+        _GEMMA4 | {"attention.key_length_swa": None},
+        "it has no gemma4.attention.key_l",
+    ),
+    "other sliding values": (
+        "gemma4",
+        _GEMMA4 | {"attention.value_length_swa": 64},
+        "value_length_swa is not the head's 32 elements",
+    ),
+    "no keys": (
+        "gemma4",
+        _GEMMA4 | {"attention.shared_kv_layers": 2**31},
+        "shared_kv_layers=2147483648 leaves none of 2 layers",
+    ),
+    "a third width": ("gemma4", _GEMMA4 | {"feed_forward_length": [64, 96]}, "feed_forward_length differs between"),
+    "no rotated elements": ("gemma4", _GEMMA4, "'rope_freqs.weight' does not say which elements are rotated"),
     "an id": ("qwen2", {"block_count": 10**6}, "qwen2.block_count=1000000 is more than any model has"),
 }
 
@@ -162,6 +205,16 @@ def test_wrong_metadata_is_refused(tmp_path: Path, case: str) -> None:
     with pytest.raises(ModelLoadError, match=message) as caught:
         load_hf_config(path)
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("factors", [[1.0] * 16 + [2.0] * 16, [1e30] * 16 + [1.0] * 16, [1.0] * 31])
+def test_frequencies_that_are_scaled_are_refused_in_gemma_4(tmp_path: Path, factors: list[float]) -> None:
+    def add(writer: Any) -> None:
+        writer.add_tensor("rope_freqs.weight", np.array(factors, dtype=np.float32))
+
+    write_metadata(path := tmp_path / "a.gguf", "gemma4", add=add, **_GEMMA4)
+    with pytest.raises(ModelLoadError, match=r"rope_freqs\.weight"):
+        load_hf_config(path)
 
 
 def test_unknown_factors_of_frequencies_are_refused(tmp_path: Path) -> None:
@@ -184,7 +237,7 @@ FURTHER = [
     "ARCH.rope.scaling.type", "ARCH.rope.scaling.factor", "ARCH.rope.scaling.original_context_length",
     "ARCH.rope.dimension_count", "ARCH.attention.sliding_window_pattern", "ARCH.expert_count", "ARCH.expert_used_count",
     "ARCH.final_logit_softcapping", "ARCH.rope.freq_base_swa", "tokenizer.ggml.eos_token_id", "tokenizer.ggml.tokens",
-    "tokenizer.ggml.token_type",
+    "tokenizer.ggml.token_type", "ARCH.attention.shared_kv_layers",
 ]  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from engine.models.gguf.file import open_gguf
 from tests.engine.models.checkpoint.formats.test_damaged import load
 from tests.engine.models.gguf.conftest import Converted
 
-NAMES = ("llama", pytest.param("qwen3moe", marks=pytest.mark.long), pytest.param("phi3", marks=pytest.mark.long))
+NAMES = ("llama", *(pytest.param(name, marks=pytest.mark.long) for name in ("qwen3moe", "phi3", "gemma4-moe")))
 
 
 @pytest.fixture(scope="module", params=NAMES)
