@@ -37,12 +37,12 @@ class DecodingRules:
             return cls(joins=False, is_byte_level=False, has_byte_tokens=True, drops_first_space=True)
         steps = [] if rust.decoder is None else list(_steps(json.loads(rust.decoder.__getstate__())))
         kinds = [step["type"] for step in steps]
-        is_plain = [kind for kind in kinds if kind != "Fuse"] == ["ByteLevel"]
+        is_byte_level = "ByteLevel" in kinds
         return cls(
-            joins=is_plain or _joins(steps),
-            is_byte_level="ByteLevel" in kinds,
+            joins=[kind for kind in kinds if kind != "Fuse"] == ["ByteLevel"] or _joins(steps),
+            is_byte_level=is_byte_level,
             has_byte_tokens="ByteFallback" in kinds,
-            drops_first_space=not is_plain,
+            drops_first_space=not is_byte_level,
         )
 
 

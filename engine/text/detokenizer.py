@@ -5,8 +5,9 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 from functools import partial
-from itertools import islice
+from itertools import dropwhile, islice
 
+from engine.text.token_bytes import TokenBytes
 from engine.text.tokenizer import Tokenizer
 
 __all__ = ["IncrementalDetokenizer"]
@@ -49,7 +50,9 @@ class IncrementalDetokenizer:
         self._decoder = _new_decoder(tokenizer)
         self._decoder.decode(b"".join(map(self._token_bytes, context)))  # the answer may complete its last character
         self.at_start = not (context or keeps_first_space)
-        self._windows = None if self._token_bytes.joins else _Windows(tokenizer, context, self._num_pending)
+        self._windows = None
+        if not self._token_bytes.joins:
+            self._windows = _Windows(tokenizer, _from_whole_character(context, self._token_bytes), self._num_pending)
         self._is_plain = not (self.at_start or self._windows or self._num_pending)
 
     def push(self, token_ids: Sequence[int], *, final: bool = False) -> str:
@@ -67,6 +70,8 @@ class IncrementalDetokenizer:
         return self._push_bytes(token_id)
 
     def _push_bytes(self, token_id: int) -> str:
+        if not self._token_bytes.is_token(token_id):
+            return ""
         text = self._decoder.decode(
             self._token_bytes.at_start(token_id) if self.at_start else self._token_bytes(token_id)
         )
@@ -87,8 +92,14 @@ class IncrementalDetokenizer:
 
     def _last_shown(self, prompt_token_ids: Sequence[int]) -> list[int]:
         """Return the last tokens of the prompt's text."""
-        shown = (token_id for token_id in reversed(prompt_token_ids) if token_id not in self._skipped)
+        is_token, skipped = self._token_bytes.is_token, self._skipped
+        shown = (token_id for token_id in reversed(prompt_token_ids) if token_id not in skipped and is_token(token_id))
         return list(islice(shown, _CONTEXT))[::-1]
+
+
+def _from_whole_character(token_ids: list[int], token_bytes: TokenBytes) -> list[int]:
+    """Return the tokens without the first ones that continue a character, as whose bytes the next would decode."""
+    return list(dropwhile(lambda token_id: b"\x80" <= token_bytes(token_id)[:1] < b"\xc0", token_ids))
 
 
 def _new_decoder(tokenizer: Tokenizer) -> codecs.IncrementalDecoder:

@@ -78,6 +78,10 @@ class TokenBytes:
             known = self._known_at_start[token_id] = self._bytes_at_start(token_id)
         return known
 
+    def is_token(self, token_id: int) -> bool:
+        """Whether the tokenizer has a token of this id; decode leaves out the others."""
+        return self._name_of(token_id) is not None
+
     def whole_text(self, token_id: int) -> str | None:
         """Return the text of a token within a text, or None if it has parts of characters."""
         try:

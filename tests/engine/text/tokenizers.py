@@ -56,8 +56,16 @@ def _with_holes(tokenizer: RustTokenizer) -> RustTokenizer:
     return RustTokenizer.from_str(json.dumps(data))
 
 
-def _save_added_tokens(path: Path) -> None:
+def _save_stripped(path: Path) -> None:
+    """Byte-level tokens whose text loses its first space."""
     _save_byte_level(path)
+    tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(path)
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+    tokenizer.save_pretrained(path)
+
+
+def _save_added_tokens(path: Path, save: Callable[[Path], None] = _save_byte_level) -> None:
+    save(path)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
     tokenizer.add_tokens(["<tool_call>", "two words", "Ä ö", AddedToken("<right>", rstrip=True), "日本"])
     tokenizer.add_tokens([AddedToken("<| a b |>", special=True)], special_tokens=True)
@@ -99,6 +107,16 @@ def _save_metaspace(path: Path, *, scheme: str = "always", split: bool = True) -
     _save(tokenizer, path)
 
 
+def _save_unigram_with_bytes(path: Path) -> None:
+    _save_metaspace(path, scheme="first", split=False)
+    data = json.loads((path / "tokenizer.json").read_text())
+    data["model"]["vocab"] += [[name, -20.0] for name in BYTE_TOKENS]
+    data["model"]["byte_fallback"] = True
+    tokenizer = RustTokenizer.from_str(json.dumps(data))
+    tokenizer.decoder = decoders.Sequence(LLAMA)
+    _save(tokenizer, path)
+
+
 def _save_word_piece(path: Path, *, decoder: Any) -> None:
     tokenizer = RustTokenizer(models.WordPiece(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -128,17 +146,20 @@ KINDS: dict[str, Callable[[Path], None]] = {
     "byte-fallback, not legacy": partial(_save_byte_fallback, legacy=False),
     "byte-fallback, no prefix": partial(_save_byte_fallback, strips=False),
     "byte-fallback, holes": partial(_save_byte_fallback, holes=True),
+    "byte-fallback, added tokens": partial(_save_added_tokens, save=_save_byte_fallback),
     "metaspace always": _save_metaspace,
     "metaspace first": partial(_save_metaspace, scheme="first"),
     "metaspace never": partial(_save_metaspace, scheme="never"),
     "metaspace not split": partial(_save_metaspace, split=False),
+    "unigram, byte fallback": _save_unigram_with_bytes,
     "word-piece": partial(_save_word_piece, decoder=decoders.WordPiece()),
     "word-piece, no clean-up": partial(_save_word_piece, decoder=decoders.WordPiece(cleanup=False)),
     "no decoder": partial(_save_word_piece, decoder=None),
     "suffixes": _save_suffixes,
     "runs of spaces": partial(_save_byte_fallback, steps=RUNS),
+    "byte-level, stripped": _save_stripped,
 }
-NEIGHBOURS = ("suffixes", "runs of spaces")  # a token's text depends on those beside it
+NEIGHBOURS = ("suffixes", "runs of spaces", "byte-level, stripped")  # a token's text depends on those beside it
 
 
 @cache
