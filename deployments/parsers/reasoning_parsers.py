@@ -47,13 +47,19 @@ class ReasoningParser:
             continued: the text of that message, whose last marker counts; empty: the answer is a new message.
         """
         opening, closing = self.markers
-        if opening in continued or closing in continued:
-            return continued.rfind(opening) > continued.rfind(closing)
+        opened = continued.rfind(opening)
+        closed = max(map(continued.rfind, (closing, *self.thoughts.interrupts)))
+        if opened >= 0 or closed >= 0:
+            return opened > closed
         if written := continued.strip():
             before, _, after = prompt.rpartition(written)
-            return before.rstrip().endswith(opening) and closing not in after
-        opens, closes = (prompt.rstrip().endswith(marker) for marker in self.markers)
-        return opens or (self.is_open and not closes)
+            return self._opens(before) and closing not in after
+        return self._opens(prompt) or (self.is_open and not prompt.rstrip().endswith(closing))
+
+    def _opens(self, prompt: str) -> bool:
+        """Whether a prompt ends with the marker before reasoning."""
+        opening, label = self.thoughts.begin, self.thoughts.label
+        return prompt.rstrip().endswith((opening, (opening + label).rstrip()))
 
     def text_family(self) -> Family:
         """Return the parser of an answer without tools, after its first reasoning."""

@@ -71,23 +71,27 @@ class Parsers:
         reasoning = (*of_model.markers, *of_model.tokens, *of_model.dropped) if of_model is not None else ()
         return frozenset((*tool, *reasoning, *(() if self._whole is None else self._whole.markers)))
 
-    def family(self, tools: Tools | None, prompt: str, continued: str = "") -> Family | None:
+    def family(
+        self, tools: Tools | None, prompt: str, continued: str = "", *, is_constrained: bool = False
+    ) -> Family | None:
         """Return the parser of one answer; None if its text is the content.
 
         Args:
             tools: those that the answer may call; None for none.
             prompt: the end of the prompt's text, which shows whether reasoning has begun there.
             continued: the text of the message that the answer continues; empty for a new message.
+            is_constrained: whether a grammar forms the answer from its first token on. It then starts with content, and
+                ``prompt`` is empty.
         """
         if self.template is not None:
             return partial(response_template, template=self.template, prompt=prompt, has_tools=tools is not None)
         if self._whole is not None:
-            return self._whole.new(None if self.tool is None else tools)
+            return self._whole.new(None if self.tool is None else tools, prompt)
         of_model = REASONING_PARSERS.get(self.reasoning or "")
         rest = self._rest(tools, of_model)
         if of_model is None:
             return None if rest is plain else rest
-        is_open = of_model.is_open_after(prompt, continued)
+        is_open = not is_constrained and of_model.is_open_after(prompt, continued)
         return partial(reasoning, rest=rest, markers=of_model.thoughts, is_open=is_open)
 
     def _rest(self, tools: Tools | None, of_model: ReasoningParser | None) -> Family:

@@ -21,13 +21,14 @@ class WholeFormat:
         tool: a key of TOOL_PARSERS.
         reasoning: a key of REASONING_PARSERS; None for models that do not reason.
         markers: the special tokens that it needs to see.
-        new: returns the parser for a request's tools; None for none.
+        new: returns the parser for a request's tools, None for none, and for the end of the prompt, which may have
+            written the header of the message that the answer continues.
     """
 
     tool: str
     reasoning: str | None
     markers: tuple[str, ...]
-    new: Callable[[Tools | None], Family]
+    new: Callable[[Tools | None, str], Family]
 
 
 WHOLE_FORMATS = (
@@ -35,13 +36,13 @@ WHOLE_FORMATS = (
         "openai",
         "openai_gptoss",
         harmony.MARKERS,
-        lambda tools: partial(harmony.harmony, tools=tools),
+        lambda tools, prompt: partial(harmony.harmony, prompt=prompt, tools=tools),
     ),
     WholeFormat(
         "muse_glimmer",
         "muse_glimmer",
         muse_glimmer.MUSE_MARKERS,
-        lambda tools: partial(muse_glimmer.muse_glimmer, tools=tools),
+        lambda tools, prompt: partial(muse_glimmer.muse_glimmer, prompt=prompt, tools=tools),
     ),
-    WholeFormat("functionary_v32", None, (), lambda tools: partial(functionary.functionary, tools=tools)),
+    WholeFormat("functionary_v32", None, (), lambda tools, _: partial(functionary.functionary, tools=tools)),
 )

@@ -167,6 +167,8 @@ class AnswerFormats:
             raise RequestError("needs a parser of this model's tool calls", param="tools", remedy=remedy)
         if self._parsers.family(tools, "") is None:
             return None  # at once, for models without a format
+        if request.has_structured_output:
+            return self._parsers.family(tools, "", is_constrained=True)
         return self._parsers.family(tools, prompt_end.text, prompt_end.continued)
 
 

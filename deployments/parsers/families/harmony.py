@@ -30,9 +30,15 @@ _PREFIX = "functions."
 _INPUT = "input"  # the parameter of a text where none is known
 
 
-def harmony(reader: Reader, *, tools: Tools | None) -> Steps[None]:
-    """Read messages; without tools, those to functions are content. Text without a header is content."""
-    event: Callable[[str], Event] = Content
+def harmony(reader: Reader, prompt: str, *, tools: Tools | None) -> Steps[None]:
+    """Read messages; without tools, those to functions are content. Text without a header is content.
+
+    Args:
+        reader: at the start of the answer.
+        prompt: its end; it may have begun a message, which is then continued.
+        tools: the functions that may be called.
+    """
+    event: Callable[[str], Event] = _begun(prompt)
     started: set[Callable[[str], Event]] = set()  # kinds that have had a message, which a line break separates
     if (yield from _starts_with_recipient(reader)) and (yield from _message(reader, "", tools)) is Reasoning:
         event = Reasoning
@@ -65,7 +71,7 @@ def _message(reader: Reader, marker: str, tools: Tools | None) -> Steps[Callable
         reader.position = start
         yield Content(marker)
         return None
-    channel, recipient = _CHANNEL_NAME.search(marker + text), _RECIPIENT.search(text)
+    recipient = _RECIPIENT.search(text)
     if recipient is not None and recipient[1].startswith(_PREFIX):
         name = recipient[1].removeprefix(_PREFIX)
         if tools is None:
@@ -73,8 +79,22 @@ def _message(reader: Reader, marker: str, tools: Tools | None) -> Steps[Callable
         if not (yield from attempt(reader, _call(reader, name))):
             yield from attempt(reader, _text_call(reader, name, tools.get(name, {})))
         return None
-    is_reasoning = recipient is not None or (channel is not None and channel[1] == "analysis")
+    return _kind(marker + text)
+
+
+def _kind(header: str) -> Callable[[str], Event]:
+    """Return the kind of a text with this header, which calls no function."""
+    channel = _CHANNEL_NAME.search(header)
+    is_reasoning = _RECIPIENT.search(header) is not None or (channel is not None and channel[1] == "analysis")
     return Reasoning if is_reasoning else Content
+
+
+def _begun(prompt: str) -> Callable[[str], Event]:
+    """Return the kind of the message that the prompt's end has begun; content if it has begun none."""
+    before, _, text = prompt.rpartition(_MESSAGE)
+    if any(end in text for end in _ENDS):
+        return Content
+    return _kind(before[max(before.rfind(marker) for marker in (_MESSAGE, *_ENDS)) + 1 :])
 
 
 def _call(reader: Reader, name: str) -> Steps[None]:

@@ -20,15 +20,30 @@ MUSE_MARKERS = (_START, _MESSAGE, _NEXT, _LAST, *ATEM.markers)
 _MAX_HEADER = 512
 
 
-def muse_glimmer(reader: Reader, tools: Tools | None) -> Steps[None]:
-    """Read messages; without tools, calls are content."""
+def muse_glimmer(reader: Reader, prompt: str, tools: Tools | None) -> Steps[None]:
+    """Read messages; without tools, calls are content.
+
+    Args:
+        reader: at the start of the answer.
+        prompt: its end; it may have begun a message, which is then continued.
+        tools: those that the answer may call.
+    """
     calls = {} if tools is None else ATEM.calls
-    event = yield from _header(reader, "")
+    begun = _begun(prompt)
+    event = (yield from _header(reader, "")) if begun is None else begun
     while (marker := (yield from reader.until([_START, _NEXT, _LAST, *calls], event))) is not None:
         if marker == _START:
             event = yield from _header(reader, marker)
         elif marker in calls and not (yield from attempt(reader, calls[marker](reader, tools or {}))):
             yield event(marker)
+
+
+def _begun(prompt: str) -> Callable[[str], Event] | None:
+    """Return the kind of the message that the prompt's end has begun, if there is one."""
+    before, begins, text = prompt.rpartition(_MESSAGE)
+    if not begins or _NEXT in text or _LAST in text:
+        return None
+    return Reasoning if before.endswith("to=self") else Content
 
 
 def _header(reader: Reader, marker: str) -> Steps[Callable[[str], Event]]:

@@ -8,7 +8,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from deployments.parsers.answer_parser import AnswerParser
+from deployments.parsers.events import Content, Reasoning
 from deployments.parsers.reasoning_parsers import REASONING_PARSERS
+from deployments.parsers.registry import Parsers
 from engine.options.thinking_budget import ThinkingBudget
 from engine.text.tokenizer import Tokenizer
 from tests.deployments import fakes
@@ -102,9 +105,51 @@ def test_the_thinking_budget_counts_from_there(
         ("deepseek_r1", "<|Assistant|>", " ", True),  # nothing is continued
         ("mistral", "[THINK]a[/THINK]b", "[THINK]a[/THINK]b", False),
         ("mistral", "[THINK]a", "[THINK]a", True),
+        ("kimi_k2", "<think>a<|tool_calls_section_begin|>", "<think>a<|tool_calls_section_begin|>", False),
+        ("gemma4", "<|turn>model\n<|channel>thought\n", "", True),
+        ("gemma4", "<|turn>model\n<|channel>thought\nSo", "So", True),
+        ("gemma4", "<|turn>model\n<|channel>thought\n<channel|>So", "So", False),
     ],
 )
 def test_what_the_template_wrote_before_the_message_counts(
     parser: str, prompt: str, continued: str, is_open: bool
 ) -> None:
     assert REASONING_PARSERS[parser].is_open_after(prompt, continued) == is_open
+
+
+ASKED = "<|start|>user<|message|>What is <|channel|>analysis<|message|>?<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize(
+    ("parser", "prompt", "rest", "expected"),
+    [
+        ("openai", f"{ASKED}<|channel|>final<|message|>A KV", " cache.<|return|>", (Content(" cache."),)),
+        (
+            "openai",
+            f"{ASKED}<|channel|>final<|message|><|channel|>analysis<|message|>The user",
+            " asks.<|end|><|start|>assistant<|channel|>final<|message|>A cache.",
+            (Reasoning("asks."), Content("A cache.")),
+        ),
+        ("openai", f"{ASKED}<|channel|>analysis<|message|>a<|end|>", " cache.", (Content(" cache."),)),
+        ("openai", ASKED, " cache.", (Content(" cache."),)),
+        ("muse_glimmer", "<|start|>assistant to=user<|message|>A KV", " cache.<|eom|>", (Content(" cache."),)),
+        (
+            "muse_glimmer",
+            "<|start|>assistant to=self<|message|>The user",
+            " asks.<|eom|><|start|>assistant to=user<|message|>A cache.",
+            (Reasoning("asks."), Content("A cache.")),
+        ),
+        (
+            "muse_glimmer",
+            "<|start|>user<|message|>Hi<|eot|><|start|>assistant",
+            " to=self<|message|>So",
+            (Reasoning("So"),),
+        ),
+    ],
+)
+def test_a_message_whose_header_the_prompt_has_written(
+    parser: str, prompt: str, rest: str, expected: tuple[Content | Reasoning, ...]
+) -> None:
+    family = Parsers(parser, None).family(None, prompt)
+    assert family is not None
+    assert tuple(AnswerParser(family).feed(rest, final=True)) == expected

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from starlette.testclient import TestClient
 
 from engine.errors import RequestError
 from engine.options.structured_outputs import StructuredOutputsParams
+from tests.deployments.api.conftest import Answers, OpenClient
 from tests.deployments.fakes import FakeEngines
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "the cache"}]}
@@ -95,3 +98,32 @@ def test_a_compilers_error_names_the_field_of_the_request(
     assert answer.json()["error"]["message"].startswith("response_format.json_schema cannot be compiled: no such type")
     direct = client.post("/v1/chat/completions", json=body | {"structured_outputs": {"json": SCHEMA}})
     assert direct.json()["error"]["param"] == "structured_outputs"
+
+
+@pytest.mark.parametrize(
+    ("parser", "opening"), [("deepseek_r1", ""), ("qwen3", "<think>\n"), ("openai_gptoss", ""), ("cohere_command3", "")]
+)
+def test_an_answer_that_a_grammar_forms_is_content(
+    open_client: OpenClient, parsed_path: Path, answers: Answers, parser: str, opening: str
+) -> None:
+    """The grammar holds from the first token on: the answer does not continue the reasoning that the prompt opens."""
+    client = open_client(model=str(parsed_path), reasoning_parser=parser)
+    text = '{"a": 1}'
+    body = CHAT | JSON_OBJECT | {"chat_template_kwargs": {"opening": opening}}
+    answers(text)
+    whole = client.post("/v1/chat/completions", json=body).json()
+    assert whole["choices"][0]["message"] == {"role": "assistant", "content": text, "refusal": None}
+    assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
+    answers(text)
+    events = client.post("/v1/chat/completions", json=body | {"stream": True}).text.split("\n\n")
+    deltas = [json.loads(event[6:])["choices"][0]["delta"] for event in events if event.startswith("data: {")]
+    assert "".join(delta.get("content") or "" for delta in deltas) == text
+    assert not any("reasoning" in delta for delta in deltas)
+    answers(text)
+    form = {"type": "json_schema", "schema": SCHEMA}
+    body = {"model": "tiny", "max_tokens": 9, "messages": CHAT["messages"], "output_config": {"format": form}}
+    assert client.post("/v1/messages", json=body).json()["content"] == [{"type": "text", "text": text}]
+    answers(text)
+    body = {"model": "tiny", "input": "a", "text": {"format": form | {"name": "x"}}}
+    (item,) = client.post("/v1/responses", json=body).json()["output"]
+    assert item["content"][0]["text"] == text
