@@ -84,7 +84,7 @@ class Parsers:
                 ``prompt`` is empty.
         """
         if self.template is not None:
-            return partial(response_template, template=self.template, prompt=prompt, has_tools=tools is not None)
+            return partial(response_template, template=self.template, prompt=prompt, tools=tools)
         if self._whole is not None:
             return self._whole.new(None if self.tool is None else tools, prompt)
         of_model = REASONING_PARSERS.get(self.reasoning or "")

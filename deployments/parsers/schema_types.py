@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeAlias
-from urllib.parse import unquote
+from dataclasses import dataclass
+from typing import TypeAlias
 
-__all__ = ["ANY", "Schema", "Tools", "items_schema", "property_schema", "types_of"]
+from deployments.parsers.schema_references import Schema, is_resource, reference_of, target
+
+__all__ = ["ANY", "Schema", "SchemaPart", "Tools"]
 
 ANY = "any"  # what a schema refers to or combines, but does not limit
-Schema: TypeAlias = Mapping[str, Any]
 Tools: TypeAlias = Mapping[str, Schema]  # name -> JSON schema of the parameters
-_MAX_DIGITS = 9  # of an index; int() refuses thousands
-_COMBINED = ("$ref", "allOf", "anyOf", "oneOf", "enum", "const")
+_COMBINED = ("$ref", "$dynamicRef", "$recursiveRef", "allOf", "anyOf", "oneOf", "then", "else", "enum", "const")
 _MAX_REFERENCES = 64  # that are followed for one value; beyond them anything is allowed
 _JSON_TYPES: tuple[tuple[type, str], ...] = (
     (bool, "boolean"),  # before its base class int
@@ -23,77 +23,119 @@ _JSON_TYPES: tuple[tuple[type, str], ...] = (
     (dict, "object"),
     (type(None), "null"),
 )
+# Keywords that say something about values of one type only: what is meant where nothing names a type.
+_NUMERIC = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_MEANT: Mapping[str, frozenset[str]] = {
+    **dict.fromkeys(("pattern", "minLength", "maxLength"), frozenset(["string"])),
+    **dict.fromkeys(_NUMERIC, frozenset(["integer", "number"])),
+    **dict.fromkeys(("properties", "additionalProperties", "patternProperties", "required"), frozenset(["object"])),
+    **dict.fromkeys(("items", "prefixItems", "minItems", "maxItems", "uniqueItems"), frozenset(["array"])),
+}
 
 
-def types_of(schema: Schema, root: Schema) -> set[str]:
-    """Return the types of the values that a schema allows, as JSON Schema 2020-12 combines its keywords.
+@dataclass(frozen=True, slots=True)
+class SchemaPart:
+    """What a document says about one value: one schema, or several that say something about it.
 
-    Args:
-        schema: a part of ``root``.
-        root: what local references start from.
-
-    Returns:
-        Names of JSON types; a number may be an integer, too. Empty if the schema says nothing, ANY alone if what it
-        refers to does not limit the type.
+    Attributes:
+        document: the schema around it all.
+        schemas: each with the schema that its references start from.
     """
-    types = _allowed(schema, root, {})
-    if types is None:
-        return {ANY} if any(key in schema for key in _COMBINED) else set()
-    return types
 
+    document: Schema
+    schemas: tuple[tuple[Schema, Schema], ...]
 
-def property_schema(schema: Schema, name: str, root: Schema) -> Schema:
-    """Return the schema of an object's property, also behind references and in combined schemas; else an empty one."""
-    others: Schema = {}
-    for part in _parts(schema, root, set()):
-        properties = part.get("properties")
-        if isinstance(properties, Mapping) and isinstance(declared := properties.get(name), Mapping):
-            return declared
-        if isinstance(additional := part.get("additionalProperties"), Mapping):
-            others = additional
-    return others
+    @classmethod
+    def of(cls, document: Schema) -> SchemaPart:
+        """Return the part that is a whole document."""
+        return cls(document, ((document, document),))
 
+    @property
+    def types(self) -> set[str]:
+        """The types of the values that are allowed, as JSON Schema 2020-12 combines its keywords.
 
-def items_schema(schema: Schema, root: Schema) -> Schema:
-    """Return the schema of a list's items, also behind references and in combined schemas; else an empty one."""
-    declared = (part.get("items") for part in _parts(schema, root, set()))
-    return next((items for items in declared if isinstance(items, Mapping)), {})
+        They are names of JSON types; a number may be an integer, too. Where nothing limits the type, it is the one that
+        other keywords are about. Empty if the schemas say nothing, ANY alone if what they refer to says nothing.
+        """
+        known: dict[tuple[int, str], set[str] | None] = {}
+        limits = [self._allowed(*part, known) for part in self.schemas]
+        limiting = [types for types in limits if types is not None]
+        if limiting:
+            return set().union(*limiting)
+        if meant := {name for part, _ in self._parts() for key in _MEANT if key in part for name in _MEANT[key]}:
+            return meant
+        return {ANY} if any(key in schema for schema, _ in self.schemas for key in _COMBINED) else set()
 
+    def property(self, name: str) -> SchemaPart:
+        """Return what is said about an object's property, also behind references and in combined schemas."""
+        named, others = [], []
+        for part, base in self._parts():
+            properties, patterns = part.get("properties"), part.get("patternProperties")
+            if isinstance(properties, Mapping) and isinstance(declared := properties.get(name), Mapping):
+                named.append((declared, base))
+            # Whether a pattern matches is not tried: a model's text and a client's pattern could take for ever.
+            either = [*(patterns.values() if isinstance(patterns, Mapping) else ()), part.get("additionalProperties")]
+            others += [(schema, base) for schema in either if isinstance(schema, Mapping)]
+        return SchemaPart(self.document, tuple(named or others))
 
-def _parts(schema: Schema, root: Schema, seen: set[str]) -> Iterator[Schema]:
-    """Yield a schema and those that it refers to and combines, each reference once."""
-    yield schema
-    if (reference := _local_reference(schema)) is not None and reference not in seen and len(seen) < _MAX_REFERENCES:
-        seen.add(reference)
-        yield from _parts(_target(reference, root), root, seen)
-    for key in ("allOf", "anyOf", "oneOf"):
-        for part in _schemas(schema.get(key)):
-            yield from _parts(part, root, seen)
+    def item(self, index: int) -> SchemaPart:
+        """Return what is said about a list's item, also behind references and in combined schemas."""
+        found = []
+        for part, base in self._parts():
+            first, items = part.get("prefixItems"), part.get("items")
+            first = items if isinstance(items, list) else first  # until draft 2019-09
+            if isinstance(first, list) and index < len(first):
+                items = first[index]
+            if isinstance(items, Mapping):
+                found.append((items, base))
+        return SchemaPart(self.document, tuple(found))
 
+    def _parts(self) -> Iterator[tuple[Schema, Schema]]:
+        """Yield the schemas, and those that they refer to and combine, each reference once."""
+        seen: set[tuple[int, str]] = set()
+        for schema, base in self.schemas:
+            yield from self._parts_of(schema, base, seen)
 
-def _allowed(schema: Schema, root: Schema, known: dict[str, set[str] | None]) -> set[str] | None:
-    """Return the allowed types, or None for all.
+    def _parts_of(self, schema: Schema, base: Schema, seen: set[tuple[int, str]]) -> Iterator[tuple[Schema, Schema]]:
+        base = schema if is_resource(schema) else base
+        yield schema, base
+        if (reference := reference_of(schema)) is not None:
+            key = (id(base), reference)
+            if key not in seen and len(seen) < _MAX_REFERENCES:
+                seen.add(key)
+                yield from self._parts_of(*target(reference, base, self.document), seen)
+        for part in (*_schemas(schema, "allOf"), *_schemas(schema, "anyOf"), *_schemas(schema, "oneOf")):
+            yield from self._parts_of(part, base, seen)
+        for part in _branches(schema):
+            yield from self._parts_of(part, base, seen)
 
-    Args:
-        known: of the references so far, so that none is followed twice; one that is being followed limits nothing.
-    """
-    limits = [_named(schema), _of_values(schema)]
-    if (reference := _local_reference(schema)) is not None and (reference in known or len(known) < _MAX_REFERENCES):
-        if reference not in known:
-            known[reference] = None
-            known[reference] = _allowed(_target(reference, root), root, known)
-        limits.append(known[reference])
-    limits += [_allowed(part, root, known) for part in _schemas(schema.get("allOf"))]
-    for key in ("anyOf", "oneOf"):
-        alternatives = [_allowed(part, root, known) for part in _schemas(schema.get(key))]
-        limiting = [types for types in alternatives if types is not None]
-        limits.append(set().union(*limiting) if limiting else None)
-    common: set[str] | None = None
-    for types in limits:
-        if types is not None:
-            # Of a contradiction the first keyword counts, so that it does not make text of numbers.
-            common = types if common is None else common & types or common
-    return common
+    def _allowed(self, schema: Schema, base: Schema, known: dict[tuple[int, str], set[str] | None]) -> set[str] | None:
+        """Return the allowed types, or None for all.
+
+        Args:
+            schema: one of the document.
+            base: what its references start from.
+            known: of the references so far, so that none is followed twice; one that is being followed limits nothing.
+        """
+        base = schema if is_resource(schema) else base
+        limits = [_named(schema), _of_values(schema)]
+        if (reference := reference_of(schema)) is not None:
+            key = (id(base), reference)
+            if key not in known and len(known) < _MAX_REFERENCES:
+                known[key] = None
+                known[key] = self._allowed(*target(reference, base, self.document), known)
+            limits.append(known.get(key))
+        limits += [self._allowed(part, base, known) for part in _schemas(schema, "allOf")]
+        for alternatives in (_schemas(schema, "anyOf"), _schemas(schema, "oneOf"), _branches(schema)):
+            each = [self._allowed(part, base, known) for part in alternatives]
+            limiting = [types for types in each if types is not None]
+            limits.append(set().union(*limiting) if limiting else None)
+        common: set[str] | None = None
+        for types in limits:
+            if types is not None:
+                # Of a contradiction the first keyword counts, so that it does not make text of numbers.
+                common = types if common is None else common & types or common
+        return common | {"null"} if common and schema.get("nullable") is True else common  # OpenAPI 3.0's name
 
 
 def _named(schema: Schema) -> set[str] | None:
@@ -101,8 +143,6 @@ def _named(schema: Schema) -> set[str] | None:
     types = {name for name in (listed if isinstance(listed, list) else [listed]) if isinstance(name, str)}
     if "number" in types:
         types.add("integer")
-    if types and schema.get("nullable") is True:  # OpenAPI 3.0's name
-        types.add("null")
     return types or None
 
 
@@ -117,23 +157,12 @@ def _of_values(schema: Schema) -> set[str] | None:
     return types or None
 
 
-def _local_reference(schema: Schema) -> str | None:
-    reference = schema.get("$ref")
-    is_pointer = isinstance(reference, str) and (reference == "#" or reference.startswith("#/"))
-    return str(reference) if is_pointer else None
-
-
-def _target(reference: str, root: Schema) -> Schema:
-    """Return what a local reference points to (RFC 6901); an empty schema if there is nothing."""
-    target: Any = root
-    for part in unquote(reference[1:]).split("/")[1:]:
-        key = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(target, list) and key.isdecimal() and len(key) <= _MAX_DIGITS and int(key) < len(target):
-            target = target[int(key)]
-        else:
-            target = target.get(key) if isinstance(target, Mapping) else None
-    return target if isinstance(target, Mapping) else {}
-
-
-def _schemas(value: object) -> list[Schema]:
+def _schemas(schema: Schema, key: str) -> list[Schema]:
+    value = schema.get(key)
     return [part for part in value if isinstance(part, Mapping)] if isinstance(value, list) else []
+
+
+def _branches(schema: Schema) -> list[Schema]:
+    """Return the schemas of which one counts, after an ``if``."""
+    branches = [schema.get(key) for key in ("then", "else")] if "if" in schema else []
+    return [part for part in branches if isinstance(part, Mapping)]

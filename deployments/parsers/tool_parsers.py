@@ -30,7 +30,7 @@ __all__ = ["TOOL_PARSERS", "ToolParser"]
 
 @dataclass(frozen=True)
 class ToolParser:
-    """A format of tool calls: either ``calls`` or ``new`` reads them.
+    """A format of tool calls: either ``calls`` or ``new`` reads them, or one of WHOLE_FORMATS.
 
     Attributes:
         markers: the special tokens that it needs to see.
@@ -107,5 +107,5 @@ TOOL_PARSERS: Mapping[str, ToolParser] = {
     "solar_open": ToolParser(solar_open.SOLAR_OPEN_MARKERS, solar_open.SOLAR_OPEN_CALLS, solar_open.SOLAR_OPEN_DROPPED),
     "functionary_v31": ToolParser((), functionary.FUNCTIONARY_CALLS),
     "functiongemma": ToolParser(gemma.FUNCTION_GEMMA.markers, gemma.FUNCTION_GEMMA.calls),
-    **{format.tool: ToolParser(format.markers, new=format.new) for format in WHOLE_FORMATS},
+    **{format.tool: ToolParser(format.markers) for format in WHOLE_FORMATS},  # each reads an answer as a whole
 }

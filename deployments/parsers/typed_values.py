@@ -11,7 +11,7 @@ from typing import Any
 from deployments.parsers.events import CallArguments
 from deployments.parsers.json_scanner import valid_json
 from deployments.parsers.reader import MalformedError
-from deployments.parsers.schema_types import Schema, property_schema, types_of
+from deployments.parsers.schema_types import Schema, SchemaPart
 
 __all__ = ["argument_types", "as_json", "encode", "literal_value", "string_piece"]
 
@@ -21,8 +21,8 @@ _NAMES = {"true": True, "false": False, "null": None}
 
 
 def argument_types(parameters: Schema, key: str) -> set[str]:
-    """Return the types that a tool's ``parameters`` allow for an argument, as ``types_of`` does."""
-    return types_of(property_schema(parameters, key, parameters), parameters)
+    """Return the types that a tool's ``parameters`` allow for an argument, as ``SchemaPart.types`` does."""
+    return SchemaPart.of(parameters).property(key).types
 
 
 def string_piece(text: str) -> CallArguments:
@@ -45,7 +45,7 @@ def as_json(text: str, types: set[str], *, allows_python: bool = False) -> str:
     if valid is None:
         return encode_basestring(text)
     kind = _TYPE_OF.get(valid[0], "number")
-    fits = kind in types or (kind == "number" and "integer" in types)
+    fits = kind in types or (kind == "number" and "integer" in types and float(valid).is_integer())
     return encode_basestring(text) if "string" in types and not fits else valid
 
 

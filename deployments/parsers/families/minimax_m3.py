@@ -11,7 +11,7 @@ from deployments.parsers.events import CallArguments, CallStart, Steps
 from deployments.parsers.json_calls import checked_name
 from deployments.parsers.marked import Thoughts
 from deployments.parsers.reader import MalformedError, Reader
-from deployments.parsers.schema_types import ANY, Schema, Tools, items_schema, property_schema, types_of
+from deployments.parsers.schema_types import ANY, SchemaPart, Tools
 from deployments.parsers.typed_values import as_json, string_piece
 
 __all__ = ["MINIMAX_M3_CALLS", "MINIMAX_M3_MARKERS", "MINIMAX_M3_THOUGHTS"]
@@ -39,22 +39,22 @@ def _calls(reader: Reader, tools: Tools) -> Steps[None]:
 
 def _call(reader: Reader, tools: Tools) -> Steps[None]:
     name, _ = yield from reader.take_until(['">'], limit=_MAX_NAME, never="\n<")
-    parameters = tools.get(checked_name(name), {})
+    parameters = SchemaPart.of(tools.get(checked_name(name), {}))
     key = yield from _next_tag(reader, _INVOKE_END)  # before the call is emitted: until here it may become text
     yield CallStart(name)
     opening = "{"
     while key is not None:
         yield CallArguments(f"{opening}{encode_basestring(key)}: ")
         opening = ", "
-        yield from _argument(reader, key, property_schema(parameters, key, parameters), parameters)
+        yield from _argument(reader, key, parameters.property(key))
         key = yield from _next_tag(reader, _INVOKE_END)
     yield CallArguments("{}" if opening == "{" else "}")
 
 
-def _argument(reader: Reader, key: str, schema: Schema, root: Schema) -> Steps[None]:
+def _argument(reader: Reader, key: str, schema: SchemaPart) -> Steps[None]:
     """Read an argument and its end tag; a string is emitted as it comes."""
-    if types_of(schema, root) != {"string"}:
-        yield CallArguments((yield from _value(reader, key, schema, root, depth=0)))
+    if schema.types != {"string"}:
+        yield CallArguments((yield from _value(reader, key, schema, depth=0)))
         return
     yield CallArguments('"')
     if (yield from reader.until([_end_tag(key)], string_piece)) is None:
@@ -62,13 +62,13 @@ def _argument(reader: Reader, key: str, schema: Schema, root: Schema) -> Steps[N
     yield CallArguments('"')
 
 
-def _value(reader: Reader, key: str, schema: Schema, root: Schema, depth: int) -> Steps[str]:
+def _value(reader: Reader, key: str, schema: SchemaPart, depth: int) -> Steps[str]:
     """Read a value and its end tag; returns it as JSON."""
     if depth > _MAX_DEPTH:
         raise MalformedError
     text, _ = yield from reader.take_until([_NAMESPACE], limit=_MAX_VALUE)
     reader.position -= len(_NAMESPACE)
-    types = types_of(schema, root)
+    types = schema.types
     if (yield from reader.literal(_end_tag(key))):
         empty = next((brackets for kind, brackets in _EMPTY.items() if kind in types), None)
         if empty is not None and not text.strip():
@@ -78,8 +78,8 @@ def _value(reader: Reader, key: str, schema: Schema, root: Schema, depth: int) -
         raise MalformedError
     members: list[tuple[str, str]] = []
     while (child := (yield from _next_tag(reader, _end_tag(key)))) is not None:
-        inner = items_schema(schema, root) if child == _ITEM else property_schema(schema, child, root)
-        members.append((child, (yield from _value(reader, child, inner, root, depth + 1))))
+        inner = schema.item(len(members)) if child == _ITEM else schema.property(child)
+        members.append((child, (yield from _value(reader, child, inner, depth + 1))))
     if "object" not in types and all(child == _ITEM for child, _ in members):
         return f"[{', '.join(value for _, value in members)}]"
     return f"{{{', '.join(f'{encode_basestring(child)}: {value}' for child, value in members)}}}"

@@ -14,6 +14,8 @@ from deployments.parsers.families.think import plain
 from deployments.parsers.json_calls import checked_name
 from deployments.parsers.json_scanner import valid_json
 from deployments.parsers.reader import MalformedError, Reader
+from deployments.parsers.schema_types import ANY, Tools
+from deployments.parsers.typed_values import argument_types, as_json
 
 __all__ = ["response_template"]
 
@@ -23,8 +25,10 @@ _CALLS = "tool_calls"
 _ERRORS = (ValueError, LookupError, TypeError, AttributeError, RecursionError, MalformedError)
 
 
-def response_template(reader: Reader, template: Mapping[str, Any], prompt: str, *, has_tools: bool) -> Steps[None]:
+def response_template(reader: Reader, template: Mapping[str, Any], prompt: str, tools: Tools | None) -> Steps[None]:
     """Read an answer as ``template`` describes it; ``prompt`` is the end of the prompt.
+
+    The arguments of calls get the types that ``tools`` allow: some templates write all of them as text.
 
     transformers' parser is fed single characters, so that what was read before an error does not depend on how the text
     is cut. A region with an error becomes text, and so does everything after it.
@@ -36,7 +40,7 @@ def response_template(reader: Reader, template: Mapping[str, Any], prompt: str, 
         held += character
         try:
             for event in parser.feed(character):
-                parts = list(_events(event, has_tools))
+                parts = list(_events(event, tools))
                 held = "" if parts else held
                 yield from parts
         except _ERRORS:
@@ -45,7 +49,7 @@ def response_template(reader: Reader, template: Mapping[str, Any], prompt: str, 
             return
     try:
         _, events = parser.finalize()
-        parts = [part for event in events for part in _events(event, has_tools)]
+        parts = [part for event in events for part in _events(event, tools)]
     except _ERRORS:
         parts = [Content(held)]
     yield from parts
@@ -60,22 +64,32 @@ def _parser(template: Mapping[str, Any], prompt: str) -> Any:
     return ResponseParser(loaded, prefix=begins)
 
 
-def _events(event: Mapping[str, Any], has_tools: bool) -> Iterator[Event]:
+def _events(event: Mapping[str, Any], tools: Tools | None) -> Iterator[Event]:
     """Yield our events for one of transformers'."""
     name = event.get("field")
-    if name == _CALLS and has_tools:
+    if name == _CALLS and tools is not None:
         if event["type"] == "region_close":
             value = event["value"]
             for call in value if isinstance(value, list) else [value]:
-                yield from _call(call["function"])
+                yield from _call(call["function"], tools)
     elif event["type"] == "region_chunk":
         yield Reasoning(event["text"]) if name in _REASONING else Content(event["text"])
 
 
-def _call(function: Mapping[str, Any]) -> Iterator[Event]:
+def _call(function: Mapping[str, Any], tools: Tools) -> Iterator[Event]:
     arguments = function.get("arguments") or {}
+    if isinstance(arguments, dict):
+        parameters = tools.get(str(function["name"]), {})
+        arguments = {key: _typed(value, argument_types(parameters, key)) for key, value in arguments.items()}
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     if (checked := valid_json(text)) is None or not checked.startswith("{"):
         raise MalformedError
     yield CallStart(checked_name(str(function["name"])))
     yield CallArguments(checked.encode(errors="backslashreplace").decode())
+
+
+def _typed(value: Any, types: set[str]) -> Any:
+    """Return a value of a call, of one of ``types`` if it has an unambiguous form of that type."""
+    if isinstance(value, str):
+        return value if not types or types & {"string", ANY} else json.loads(as_json(value, types))
+    return json.dumps(value, ensure_ascii=False) if types == {"string"} else value

@@ -81,6 +81,45 @@ def test_the_prompt_may_open_reasoning() -> None:
     assert parse(machine(prompt=prompt), "Hm.<channel|>Hello") == (*R, *text("Hello"))
 
 
+TAGGED = {
+    "start_anchor": "<|turn>model\n",
+    "fields": {
+        "tool_calls": {
+            "open_pattern": r"<call=(?P<name>\w+)>",
+            "close": "</call>",
+            "repeats": True,
+            "content": "xml-inline",
+            "content_args": {"tag_pattern": r"<(?P<key>\w+)>(?P<value>.*?)</"},
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {"content": "text"},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("template", "answer"),
+    [
+        (TAGGED, "<call=f><a>12</a><zip>007</zip><n>null</n><x>1</x></call>"),
+        (TEMPLATE, '<|tool_call>call:f{a:"12",zip:"007",n:"null",x:"1"}<tool_call|>'),
+    ],
+)
+def test_arguments_have_the_types_of_their_schemas(template: dict[str, Any], answer: str) -> None:
+    """Also behind references; what a schema does not limit stays as it is."""
+    defs = {"Zip": {"type": "string"}, "Count": {"type": "integer"}}
+    properties = {"a": {"$ref": "#/$defs/Count"}, "zip": {"$ref": "#/$defs/Zip"}, "n": {"type": ["object", "null"]}}
+    family = Parsers(RESPONSE_TEMPLATE, None, template).family({"f": {"properties": properties, "$defs": defs}}, "")
+    assert family is not None
+    expected = call("f", '{"a": 12, "zip": "007", "n": null, "x": "1"}')
+    assert parse(AnswerParser(family), answer) == expected
+
+
+def test_a_number_where_only_text_is_allowed_becomes_text() -> None:
+    family = Parsers(RESPONSE_TEMPLATE, None, TEMPLATE).family({"f": {"properties": {"a": {"type": "string"}}}}, "")
+    assert family is not None
+    assert parse(AnswerParser(family), CALL) == call("f", '{"a": "1"}')
+
+
 def test_the_template_is_chosen_if_no_format_of_ours_is_known() -> None:
     assert Parsers.choose("", None, None, TEMPLATE) == Parsers(RESPONSE_TEMPLATE, None, TEMPLATE)
     assert Parsers.choose("<tool_call>", None, None, TEMPLATE) == Parsers("hermes", None)

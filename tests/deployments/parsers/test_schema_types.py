@@ -12,7 +12,7 @@ from jsonschema import Draft202012Validator
 from deployments.parsers.answer_parser import AnswerParser
 from deployments.parsers.events import CallArguments
 from deployments.parsers.registry import Parsers
-from deployments.parsers.schema_types import ANY, types_of
+from deployments.parsers.schema_types import ANY, SchemaPart
 from tests.deployments.parsers.shapes import parse
 
 DEFS: dict[str, Any] = {
@@ -22,6 +22,10 @@ DEFS: dict[str, Any] = {
     "Loop": {"$ref": "#/$defs/Loop"},
     "Either": {"anyOf": [{"$ref": "#/$defs/Zip"}, {"type": "null"}]},
     "a/b c~": {"type": "string"},
+    "Named": {"$anchor": "named", "type": "string"},
+    "Apart": {"$id": "https://example.com/apart", "$ref": "#/$defs/Zip", "$defs": {"Zip": {"type": "integer"}}},
+    "Beside": {"$id": "beside", "$ref": "https://example.com/apart#/$defs/Zip"},
+    "Pattern": {"pattern": "^[0-9]+$"},
 }
 STRING, NUMBER = {"string"}, {"number", "integer"}
 CASES: list[tuple[dict[str, Any], set[str]]] = [
@@ -45,6 +49,18 @@ CASES: list[tuple[dict[str, Any], set[str]]] = [
     ({"type": "string", "enum": ["1", 2]}, STRING),
     ({"anyOf": [{"const": "1"}, {"const": "2"}]}, STRING),
     ({"type": "string", "nullable": True}, {"string", "null"}),
+    ({"allOf": [{"$ref": "#/$defs/Zip"}], "nullable": True}, {"string", "null"}),
+    ({"$ref": "#named"}, STRING),
+    ({"$dynamicRef": "#named"}, STRING),
+    ({"$ref": "#/$defs/Apart"}, {"integer"}),  # its own references start from it
+    ({"$ref": "https://example.com/apart"}, {"integer"}),
+    ({"$ref": "#/$defs/Beside"}, {"integer"}),
+    ({"$ref": "beside"}, {"integer"}),
+    ({"if": {"minLength": 3}, "then": {"type": "string"}, "else": {"type": "null"}}, {"string", "null"}),
+    ({"$ref": "#/$defs/Pattern"}, STRING),  # nothing names a type, but a pattern is about text
+    ({"minimum": 1}, NUMBER),
+    ({"properties": {"b": {"type": "string"}}}, {"object"}),
+    ({"items": {"type": "string"}}, {"array"}),
     ({"type": "number"}, NUMBER),
     ({"type": "integer", "enum": [1.0, 2.0]}, {"integer"}),
     ({"type": "integer", "const": "1"}, {"integer"}),  # a contradiction; the first keyword counts
@@ -55,8 +71,13 @@ CASES: list[tuple[dict[str, Any], set[str]]] = [
     ({"$ref": "#/$defs/Loop"}, {ANY}),
     ({"$ref": "#/$defs/Missing"}, {ANY}),
     ({"$ref": "https://example.com/zip"}, {ANY}),
-    ({"allOf": [{"minLength": 1}]}, {ANY}),
+    ({"allOf": [{"minLength": 1}]}, STRING),
+    ({"allOf": [{"description": "anything"}]}, {ANY}),
 ]
+
+
+def types_of(schema: dict[str, Any], document: dict[str, Any]) -> set[str]:
+    return SchemaPart(document, ((schema, document),)).types
 
 
 @pytest.mark.parametrize(
@@ -91,11 +112,17 @@ def test_digits_stay_text_where_the_schema_allows_no_number(schema: dict[str, An
         {"allOf": [{"$ref": "#/$defs/Args"}]},
         {"anyOf": [{"properties": {"b": {}}}, {"$ref": "#/$defs/Args"}]},
         {"properties": {"b": {"type": "integer"}}, "additionalProperties": {"$ref": "#/$defs/Zip"}},
+        {"properties": {"b": {}}, "patternProperties": {"^[a-z]$": {"$ref": "#/$defs/Zip"}}},
+        {"properties": {"a": {}}, "allOf": [{"$ref": "#/$defs/Args"}]},
+        {"if": {"required": ["b"]}, "then": {"$ref": "#/$defs/Args"}},
+        {"$ref": "#/$defs/Own"},
     ],
     ids=json.dumps,
 )
 def test_properties_may_be_behind_references_too(parameters: dict[str, Any]) -> None:
     defs = DEFS | {"Args": {"properties": {"a": {"$ref": "#/$defs/Zip"}}}}
+    own = {"$id": "own", "properties": {"a": {"$ref": "#/$defs/Text"}}, "$defs": {"Text": {"type": "string"}}}
+    defs |= {"Own": own, "Text": {"type": "integer"}}
     assert arguments(parameters | {"$defs": defs}, "12345") == {"a": "12345"}
 
 
@@ -123,3 +150,24 @@ def test_references_are_followed_once_each() -> None:
     assert types_of({"$ref": "#/$defs/s0"}, {"$defs": defs}) == STRING
     properties = {"properties": {"a": {"$ref": "#/$defs/s0"}}, "anyOf": [{"$ref": "#/$defs/s0"}, {"$ref": "#"}]}
     assert arguments(properties | {"$defs": defs}, "1") == {"a": "1"}
+
+
+def test_an_id_was_an_anchor_until_draft_7() -> None:
+    document = {"definitions": {"Zip": {"$id": "#zip", "$ref": "#/definitions/Digits"}, "Digits": {"type": "string"}}}
+    assert types_of({"$ref": "#zip"}, document) == STRING
+
+
+def test_an_integer_or_a_text_is_no_other_number() -> None:
+    parameters = {"properties": {"a": {"type": ["integer", "string"]}}}
+    assert [arguments(parameters, value) for value in ("5", "5.5", "5.0")] == [{"a": 5}, {"a": "5.5"}, {"a": 5.0}]
+
+
+@pytest.mark.parametrize("uri", ["http://[", "//", "#" * 9, "#/%", "?", "\x00"])
+def test_references_that_are_none_limit_nothing(uri: str) -> None:
+    document = {"$id": "http://[x", "$defs": {"a": {"$id": "http://[y", "$ref": uri}}}
+    assert types_of({"$ref": "#/$defs/a"}, document) == types_of({"$ref": uri}, document) == {ANY}
+
+
+def test_a_large_document_is_not_searched_to_its_end() -> None:
+    document = {"$defs": {f"s{i}": {"minLength": 1} for i in range(5000)} | {"last": {"$anchor": "x", "type": "null"}}}
+    assert types_of({"$ref": "#x"}, document) == {ANY}
