@@ -11,6 +11,7 @@ __all__ = ["Schema", "is_resource", "reference_of", "target"]
 
 Schema: TypeAlias = Mapping[str, Any]
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+_IDS = ("$id", "id")  # the second until draft 4
 _DATA = ("const", "default", "enum", "examples")  # keywords whose values are not schemas
 _MAX_DIGITS = 9  # of an index; int() refuses thousands
 _MAX_SEARCHED = 1000  # schemas of a document that are searched for a name; no one has checked its size
@@ -59,7 +60,7 @@ def _pointed(pointer: str, resource: Schema) -> Schema:
 
 def _anchored(name: str, resource: Schema) -> Schema:
     for schema in _schemas_in(resource):
-        if name in (schema.get("$anchor"), schema.get("$dynamicAnchor")) or schema.get("$id") == f"#{name}":
+        if name in (schema.get("$anchor"), schema.get("$dynamicAnchor")) or f"#{name}" in map(schema.get, _IDS):
             return schema
     return {}
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["map_schemas", "without_unknown_formats"]
+__all__ = ["BY_NAME", "DATA", "map_schemas", "without_unknown_formats"]
 
-_DATA = frozenset(("const", "default", "enum", "example", "examples"))  # keywords whose values are not schemas
-_BY_NAME = frozenset(["$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties"])
+DATA = frozenset(("const", "default", "enum", "example", "examples"))  # keywords whose values are not schemas
+# Keywords whose values are schemas by name.
+BY_NAME = frozenset(["$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties"])
 # The formats that llguidance knows; it has no list of them to ask for, and to try each name takes too long.
 _FORMATS = frozenset(
     ["date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid"]
@@ -32,9 +33,9 @@ def map_schemas(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any] |
     if changed is None:
         return schema
     for key, value in changed.items():
-        if key in _BY_NAME and isinstance(value, Mapping):
+        if key in BY_NAME and isinstance(value, Mapping):
             changed[key] = {name: map_schemas(part, change) for name, part in value.items()}
-        elif key not in _DATA:
+        elif key not in DATA:
             changed[key] = map_schemas(value, change)
     return changed
 

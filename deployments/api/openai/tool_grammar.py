@@ -15,12 +15,12 @@ import json
 import re
 from collections.abc import Sequence
 from typing import Any
-from urllib.parse import quote
 
+from deployments.api.openai.moved_schemas import moved_schemas, pointer
 from deployments.api.openai.tools import NamedChoice, Tool, ToolChoice
 from engine.errors import RequestError
 from engine.options.structured_outputs import StructuredOutputsParams
-from engine.structured_outputs.schemas import map_schemas, without_unknown_formats
+from engine.structured_outputs.schemas import without_unknown_formats
 
 __all__ = ["forced_calls", "parameters_of", "strict_calls"]
 
@@ -45,8 +45,8 @@ def forced_calls(
         calls: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": list(map(_call, schemas))}}
         if not parallel:
             calls["maxItems"] = 1
-        moved = {name: _moved(_object(schema), f"#/$defs/{_pointer(name)}") for name, schema in schemas.items()}
-        return StructuredOutputsParams(json=calls | {"$defs": moved})
+        objects = {name: _object(schema) for name, schema in schemas.items()}
+        return StructuredOutputsParams(json=calls | {"$defs": moved_schemas(objects, "#/$defs")})
     except RequestError as error:
         raise error.renamed("tools") from None
 
@@ -91,29 +91,7 @@ def _object(schema: dict[str, Any]) -> dict[str, Any]:
 def _call(name: str) -> dict[str, Any]:
     return {
         "type": "object",
-        "properties": {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{_pointer(name)}"}},
+        "properties": {"name": {"const": name}, "arguments": {"$ref": f"#/$defs{pointer(name)}"}},
         "required": ["name", "arguments"],
         "additionalProperties": False,
     }
-
-
-def _moved(schema: dict[str, Any], root: str) -> Any:
-    """Return a schema that is now at ``root`` of another one, with its references to itself adjusted.
-
-    Below an ``$id`` references start from there (JSON Schema 2020-12, core, 8.2.1), wherever that is.
-    """
-
-    def move(part: dict[str, Any]) -> dict[str, Any] | None:
-        if "$id" in part:
-            return None
-        reference = part.get("$ref")
-        if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
-            part["$ref"] = root + reference[1:]
-        return part
-
-    return map_schemas(schema, move)
-
-
-def _pointer(name: str) -> str:
-    """Return a name as a part of a JSON pointer."""
-    return quote(name.replace("~", "~0").replace("/", "~1"), safe="~")
