@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.options.structured_outputs import StructuredOutputsParams
-from engine.structured_outputs.schemas import without_unknown_formats
+from engine.structured_outputs.schemas import without_unknown_formats, without_unknown_formats_in_grammar
 from kernels.cgroup import available_cpus
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ def _source(params: StructuredOutputsParams) -> str:
     if params.regex is not None:
         return LLMatcher.grammar_from_regex(params.regex)
     if params.grammar is not None:
-        return grammar_from("grammar", params.grammar)
+        return grammar_from("grammar", without_unknown_formats_in_grammar(params.grammar))
     if params.choice is not None:
         # One terminal: a rule may have at most 2,000 alternatives.
         return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(_lark_string, params.choice)))

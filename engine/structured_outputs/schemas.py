@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
-__all__ = ["BY_NAME", "DATA", "map_schemas", "without_unknown_formats"]
+__all__ = ["BY_NAME", "DATA", "map_schemas", "without_unknown_formats", "without_unknown_formats_in_grammar"]
 
 DATA = frozenset(("const", "default", "enum", "example", "examples"))  # keywords whose values are not schemas
 # Keywords whose values are schemas by name.
@@ -14,6 +17,7 @@ BY_NAME = frozenset(["$defs", "definitions", "dependencies", "dependentSchemas",
 _FORMATS = frozenset(
     ["date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid"]
 )
+_JSON = re.compile(r"%json\s*(?=\{)")
 
 
 def map_schemas(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any] | None]) -> Any:
@@ -47,6 +51,20 @@ def without_unknown_formats(schema: Any) -> Any:
     let it pass over them would let it pass over other keywords, too.
     """
     return map_schemas(schema, _without_unknown_format)
+
+
+def without_unknown_formats_in_grammar(grammar: str) -> str:
+    """Return a grammar in Lark's notation, of whose schemas, after ``%json``, the same is true."""
+    pieces, end = [], 0
+    for start in _JSON.finditer(grammar):
+        if start.start() < end:
+            continue  # within the schema before
+        with suppress(ValueError, RecursionError):  # llguidance says what is wrong
+            schema, stop = json.JSONDecoder().raw_decode(grammar, start.end())
+            if (changed := without_unknown_formats(schema)) != schema:
+                pieces += [grammar[end : start.end()], json.dumps(changed)]
+                end = stop
+    return "".join([*pieces, grammar[end:]])
 
 
 def _without_unknown_format(schema: dict[str, Any]) -> dict[str, Any]:

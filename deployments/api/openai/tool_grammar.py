@@ -20,7 +20,6 @@ from deployments.api.openai.moved_schemas import moved_schemas, pointer
 from deployments.api.openai.tools import NamedChoice, Tool, ToolChoice
 from engine.errors import RequestError
 from engine.options.structured_outputs import StructuredOutputsParams
-from engine.structured_outputs.schemas import without_unknown_formats
 
 __all__ = ["forced_calls", "parameters_of", "strict_calls"]
 
@@ -62,7 +61,7 @@ def strict_calls(tools: Sequence[Tool], markers: tuple[str, str]) -> str | None:
     marker, last = re.escape(markers[0]), markers[1]
     calls = []
     for tool in tools:
-        schema = _object(without_unknown_formats(parameters_of(tool))) if tool.function.strict else {"type": "object"}
+        schema = _object(parameters_of(tool)) if tool.function.strict else {"type": "object"}
         start = _literal(f'{{"name": {json.dumps(tool.function.name, ensure_ascii=False)}, "arguments": ')
         calls.append(f"{start} %json {json.dumps(schema | {'x-guidance': _WHITESPACE})}")
     return (

@@ -11,7 +11,11 @@ from llguidance import LLMatcher
 from engine.errors import RequestError
 from engine.options.structured_outputs import StructuredOutputsParams
 from engine.structured_outputs.compiler import GrammarCompiler
-from engine.structured_outputs.schemas import map_schemas, without_unknown_formats
+from engine.structured_outputs.schemas import (
+    map_schemas,
+    without_unknown_formats,
+    without_unknown_formats_in_grammar,
+)
 from engine.text.tokenizer import Tokenizer
 
 UNKNOWN = (
@@ -75,6 +79,22 @@ def test_nothing_else_becomes_lenient(compiler: GrammarCompiler, schema: dict[st
 
 
 PASSWORD = {"format": "password"}
+
+
+def test_schemas_in_a_grammar_have_annotations_too(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    schemas = (
+        json.dumps(OPEN | {"format": "password"}),
+        json.dumps({"enum": ["%json {", "a"], "format": "regex"}, indent=1),
+    )
+    grammar = f'start: "a" %json {schemas[0]} inner\ninner: %json{schemas[1]} | %json {{"type": "integer"}}'
+    params = StructuredOutputsParams(grammar=grammar)
+    for text, fits_it in (('a"abc""a"', True), ('a"abc"7', True), ('a"abc""%json {"', True), ('a"abcd"7', False)):
+        compiled = compiler.compile(params)
+        ids = [*tokenizer.encode(text, add_special_tokens=False), 0]
+        assert all(map(compiled.accept, ids)) == fits_it, text
+    assert without_unknown_formats_in_grammar("start: %json {") == "start: %json {"
+    nested = "start: %json " + '{"a":' * 3000
+    assert without_unknown_formats_in_grammar(nested) == nested
 
 
 def test_data_and_names_are_no_schemas() -> None:
