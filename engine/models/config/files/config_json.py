@@ -93,10 +93,19 @@ def num_positions(max_position_embeddings: int, rope: object) -> int:
     that are published with a scaling name the scaled number there, and it counts if it is the larger one.
 
     Args:
-        rope: the parameters of RoPE, from ``rope_parameters`` or ``rope_scaling`` of a config; anything else has no
-            effect, nor have parameters by layer type, whose configs name the scaled number.
+        rope: the parameters of RoPE, as a config of transformers or ``rope_of`` has them: of all layers, or a mapping
+            of them by layer type. Then linear scaling counts only with original_max_position_embeddings: Gemma 3's
+            configs, which have none, name the scaled number. Anything else has no effect.
     """
-    if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type")) not in ("yarn", "linear"):
+    if not isinstance(rope, dict):
+        return max_position_embeddings
+    by_type = [own for own in rope.values() if isinstance(own, dict) and not _is_linear_alone(own)]
+    return max(_scaled(max_position_embeddings, own) for own in (rope, *by_type))
+
+
+def _scaled(max_position_embeddings: int, rope: dict[str, Any]) -> int:
+    """Return how many positions one set of RoPE parameters allows, at least ``max_position_embeddings``."""
+    if _rope_type(rope) not in ("yarn", "linear"):
         return max_position_embeddings
     factor, original = rope.get("factor"), rope.get("original_max_position_embeddings") or max_position_embeddings
     if isinstance(factor, bool) or not isinstance(factor, int | float) or type(original) is not int:
@@ -104,12 +113,25 @@ def num_positions(max_position_embeddings: int, rope: object) -> int:
     return max(max_position_embeddings, int(factor * original)) if math.isfinite(factor) else max_position_embeddings
 
 
+def _is_linear_alone(rope: dict[str, Any]) -> bool:
+    return _rope_type(rope) == "linear" and rope.get("original_max_position_embeddings") is None
+
+
+def _rope_type(rope: dict[str, Any]) -> Any:
+    return rope.get("rope_type", rope.get("type"))
+
+
 def rope_of(raw: dict[str, Any]) -> object:
-    """Return the parameters of a config.json's RoPE; None for families that have them by layer type."""
+    """Return the parameters of a config.json's RoPE as transformers takes them: ``rope_scaling`` comes first.
+
+    Of families that have them by layer type, a single set is that of the layers that attend to everything.
+    """
+    rope = raw.get("rope_scaling") or raw.get("rope_parameters")
     for name in raw.get("architectures") or ():
         if isinstance(name, str) and name in ARCHITECTURES and ARCHITECTURES[name].has_rope_by_layer_type:
-            return None
-    return raw.get("rope_parameters") or raw.get("rope_scaling")
+            is_by_type = isinstance(rope, dict) and any(isinstance(own, dict) for own in rope.values())
+            return rope if is_by_type else {"full_attention": rope}
+    return rope
 
 
 def context_length(requested: int | None, longest: int) -> int:

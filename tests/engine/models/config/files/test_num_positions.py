@@ -19,6 +19,7 @@ from tests.engine.checkpoints import build_model, save_checkpoint
 from tests.engine.models.adapter import tiny_models
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
+LINEAR_FROM_32K = {"rope_type": "linear", "factor": 2.0, "original_max_position_embeddings": 32_768}
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,9 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
         ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}, 40_960),
         ({"rope_type": "dynamic", "factor": 4.0}, 40_960),
         ({"full_attention": {"rope_type": "linear", "factor": 8.0}}, 40_960),  # Gemma 3's are scaled already
+        ({"full_attention": YARN, "sliding_attention": {"rope_type": "default"}}, 163_840),
+        ({"full_attention": LINEAR_FROM_32K, "sliding_attention": None}, 65_536),
+        ({"full_attention": YARN | {"original_max_position_embeddings": 4096}}, 40_960),
         (YARN | {"factor": "4"}, 40_960),
         (YARN | {"factor": True}, 40_960),
         (YARN | {"factor": float("inf")}, 40_960),
@@ -55,11 +59,27 @@ def test_the_launcher_knows_which_families_name_the_scaled_number(architecture: 
     assert num_positions(131_072, rope_of(raw)) == longest
 
 
+@pytest.mark.parametrize("rope", [YARN, {"full_attention": YARN}], ids=str)
+@pytest.mark.parametrize("architecture", ["Gemma3ForCausalLM", "Olmo3ForCausalLM", "Qwen3ForCausalLM"])
+def test_a_scaling_that_is_added_to_a_config_counts_beside_the_parameters_in_it(
+    architecture: str, rope: dict[str, Any]
+) -> None:
+    """transformers writes rope_parameters since version 5; cards tell users to add rope_scaling, which comes first."""
+    raw = {"architectures": [architecture], "rope_parameters": {"rope_type": "default"}, "rope_scaling": rope}
+    assert num_positions(32_768, rope_of(raw)) == 131_072
+
+
+THETA = {"rope_theta": 10000.0}
 SCALED = [
     ("llama", "pagoda", YARN | {"original_max_position_embeddings": 64}),
     ("qwen3", "pagoda", YARN),
     ("llama", "pagoda", {"rope_type": "linear", "factor": 4.0}),
     ("Olmo2ForCausalLM", "transformers", {"rope_type": "linear", "factor": 4.0}),
+    (
+        "Olmo3ForCausalLM",
+        "pagoda",
+        {"full_attention": YARN | THETA, "sliding_attention": {"rope_type": "default"} | THETA},
+    ),
 ]
 
 
@@ -67,8 +87,9 @@ SCALED = [
 def test_answers_beyond_the_original_positions_are_those_of_transformers(
     name: str, model_impl: str, rope: dict[str, Any], tmp_path: Path
 ) -> None:
-    options = {"max_position_embeddings": 64, "rope_parameters": rope | {"rope_theta": 10000.0}}
-    model = build_model(name, **options) if model_impl == "pagoda" else tiny_models.build_model(name, **options)
+    options = {"max_position_embeddings": 64, "rope_parameters": rope | ({} if "full_attention" in rope else THETA)}
+    build = tiny_models.build_model if name.endswith("LM") else build_model
+    model = build(name, **options)
     path = save_checkpoint(model, tmp_path)
     llm = LLM(path, dtype="float32", model_impl=model_impl, num_blocks=64, skip_tokenizer_init=True)
     assert llm.engine.info.max_model_len == 256
