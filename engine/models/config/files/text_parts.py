@@ -170,7 +170,7 @@ def text_config(config: Any) -> Any:
     text.architectures = [architecture]
     config = getattr(config, _THINKER, config)
     text.tie_word_embeddings = bool(getattr(config, "tie_word_embeddings", False))
-    if text.dtype is None:
+    if config.dtype is not None:  # also beside another one in the text part, as of LLaVA 1.6
         text.dtype = config.dtype
     if (eos := getattr(config, "eos_token_id", None)) is not None:
         text.eos_token_id = eos

@@ -113,13 +113,15 @@ def test_fields_of_a_text_part_may_be_at_the_top(tmp_path: Path) -> None:
     assert GenerationDefaults.load(tmp_path, load_hf_config(tmp_path)).eos_token_ids == (151645,)
 
 
-@pytest.mark.parametrize(("top", "text"), [("float16", None), (None, "float16"), ("bfloat16", "float16")])
-def test_the_dtype_is_that_of_the_text_part_or_else_of_the_whole(
-    tmp_path: Path, top: str | None, text: str | None
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize(("top", "text"), [("float16", None), (None, "float16"), ("float16", "bfloat16")])
+def test_the_dtype_is_that_of_the_whole_or_else_of_the_text_part(
+    tmp_path: Path, top: str | None, text: str | None, name: str
 ) -> None:
-    fields = {key: value for key, value in TINY["qwen3-vl"].config_json.items() if key != "dtype"}
-    fields |= {"dtype": top} if top else {}
-    fields["text_config"] = fields["text_config"] | ({"dtype": text} if text else {})
+    """transformers loads LLaVA 1.6 in the dtype of the whole, which its weights have; its text part names another."""
+    fields = {key: value for key, value in TINY["llava-next-mistral"].config_json.items() if key != "dtype"}
+    fields |= {name: top} if top else {}
+    fields["text_config"] = fields["text_config"] | ({name: text} if text else {})
     assert own(tmp_path, fields).dtype == torch.float16
 
 
