@@ -14,12 +14,12 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from datetime import datetime
 from pathlib import Path
 
 import torch
 
 from engine.errors import ModelLoadError, listed
+from engine.models.checkpoint.chosen_files import SINGLE, chosen_index
 from engine.models.checkpoint.composed_weight import ComposedWeight, Entry, read_composed, tensors_of, weights_of
 from engine.models.checkpoint.formats.gguf import gguf_entries
 from engine.models.checkpoint.formats.table import group_weights
@@ -28,21 +28,18 @@ from engine.models.checkpoint.own_memory import own_memory
 from engine.models.checkpoint.packed_weight import PackedWeight, Scratch, read_packed
 from engine.models.checkpoint.plain_tensor import PLAIN_DTYPES, read_plain
 from engine.models.checkpoint.safetensors_header import StoredTensor
-from engine.models.checkpoint.shard_index import is_listed, join_shards, read_index
+from engine.models.checkpoint.shard_index import join_shards, read_index
 from engine.models.checkpoint.sharding import Shard
 from engine.models.checkpoint.stacked_experts import with_stacked_experts
 from engine.models.checkpoint.tensor_files import TensorFiles
 from engine.models.checkpoint.text_part import architecture_of, text_tensors, with_experts_turned
 from engine.models.config.files.json_file import read_json
-from engine.models.config.files.other_forms import what_to_give
 from engine.models.config.files.quantization import read_quantization
 from engine.models.gguf.file import is_gguf, open_gguf
 
 __all__ = ["Checkpoint", "open_checkpoint"]
 
 logger = logging.getLogger(__name__)
-
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class Checkpoint:
@@ -252,19 +249,12 @@ def open_checkpoint(path: str | Path) -> Iterator[Checkpoint]:
         if is_gguf(path):
             yield Checkpoint(directory, _gguf_entries(directory, files), files)
             return
-        index, single = directory / _INDEX, directory / _SINGLE
-        stored: dict[str, StoredTensor] = {}
-        if index.is_file() and (not single.is_file() or is_listed(single, index)):
+        if (index := chosen_index(directory)) is None:
+            stored = _open(files, directory / SINGLE)
+        else:
             weight_map = read_index(index)
             by_file = {name: _open(files, directory / name) for name in dict.fromkeys(weight_map.values())}
             stored = join_shards(index, weight_map, by_file)
-        else:
-            if index.is_file():
-                logger.warning(
-                    "'%s' (of %s) is loaded, as by transformers, and not the shards of '%s' (of %s); remove the older",
-                    *(text for file in (single, index) for text in (file, _modified(file))),
-                )
-            stored = _open(files, _single_file(directory))
         yield Checkpoint(directory, _entries(directory, stored, files), files)
 
 
@@ -303,17 +293,6 @@ def _open(files: TensorFiles, file: Path) -> dict[str, StoredTensor]:
         return files.open(file)
     except OSError as error:
         raise ModelLoadError(f"'{file}' could not be read: {error}") from error
-
-
-def _modified(file: Path) -> str:
-    return datetime.fromtimestamp(file.stat().st_mtime).astimezone().isoformat(sep=" ", timespec="seconds")
-
-
-def _single_file(directory: Path) -> Path:
-    file = directory / _SINGLE
-    if file.is_file():
-        return file
-    raise ModelLoadError(f"'{directory}' has no {_SINGLE} and no {_INDEX}; {what_to_give(directory)}")
 
 
 def _with_flat_decays(entries: dict[str, Entry]) -> dict[str, Entry]:

@@ -9,15 +9,15 @@ from pathlib import Path
 from engine.errors import ModelLoadError, listed, shown
 from engine.models.checkpoint.safetensors_header import StoredTensor
 
-__all__ = ["is_listed", "join_shards", "read_index"]
+__all__ = ["join_shards", "listed_files", "read_index"]
 
 
-def is_listed(file: Path, index: Path) -> bool:
-    """Return whether an index names a file; False if the index cannot be read, and is not needed."""
+def listed_files(index: Path) -> frozenset[str]:
+    """Return the names of the files that an index lists; none if it cannot be read, and may not be needed."""
     try:
-        return file.name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        return frozenset(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (ValueError, LookupError, TypeError, AttributeError, OSError, RecursionError):
-        return False
+        return frozenset()
 
 
 def read_index(index: Path) -> dict[str, str]:

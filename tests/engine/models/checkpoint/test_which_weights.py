@@ -115,3 +115,36 @@ def test_an_index_may_list_the_single_file(both: Path, caplog: pytest.LogCapture
     with open_checkpoint(both) as checkpoint:
         assert checkpoint.names == sorted(names)
     assert not caplog.records
+
+
+def test_an_index_of_the_single_file_may_be_older(both: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It lists a tensor that the file no longer holds."""
+    index = {"weight_map": {"lm_head.weight": "model.safetensors", NORM: "model.safetensors"}}
+    (both / "model.safetensors.index.json").write_text(json.dumps(index))
+    with open_checkpoint(both) as checkpoint:
+        assert "lm_head.weight" not in checkpoint
+        assert checkpoint.read(NORM).eq(7.0).all()
+    assert not caplog.records
+
+
+def test_an_index_of_the_single_file_and_others_is_needed(both: Path) -> None:
+    weights = load_file(both / "model.safetensors")
+    save_file({NORM: weights.pop(NORM)}, both / "other.safetensors", {"format": "pt"})
+    save_file(weights, both / "model.safetensors", {"format": "pt"})
+    index = {"weight_map": dict.fromkeys(weights, "model.safetensors") | {NORM: "other.safetensors"}}
+    (both / "model.safetensors.index.json").write_text(json.dumps(index))
+    with open_checkpoint(both) as checkpoint:
+        assert checkpoint.read(NORM).eq(7.0).all()
+
+
+def test_shards_that_the_index_does_not_list_are_named(both: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Those of a model that was saved later, in another number of shards, without its index."""
+    (both / "model.safetensors").rename(both / "model-00001-of-00001.safetensors")
+    os.utime(both / "model.safetensors.index.json", (0, 0))
+    with open_checkpoint(both) as checkpoint:
+        assert not checkpoint.read(NORM).eq(7.0).all()  # as by transformers
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "index.json' (of 19" in record.message
+    assert "lists no '" in record.message
+    assert "model-00001-of-00001.safetensors' (of 20" in record.message
