@@ -34,6 +34,13 @@ def test_the_first_of_equal_elements_wins(row: list[float]) -> None:
     assert values.item() == max(row)
 
 
+def test_of_two_equal_elements_the_first_wins_wherever_they_are() -> None:
+    """Also in the same lane of a vector."""
+    pairs = torch.combinations(torch.arange(200))
+    rows = torch.zeros(len(pairs), 200).scatter_(1, pairs, 2.0)
+    assert torch.equal(argmax_rows(rows)[1], pairs[:, 0])
+
+
 @pytest.mark.parametrize("index", [0, 1, 40, 63, 64, 100, 129])
 def test_a_nan_is_found_at_any_index_and_changes_no_other_row(index: int) -> None:
     rows = torch.randn(3, 130)
