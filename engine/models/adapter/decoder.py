@@ -116,9 +116,7 @@ def _backbone(model: Any) -> Any:
     from transformers import PreTrainedModel  # slow to import
 
     decoder = model.get_decoder()  # where the model calls a decoder inside its base model, as OPT does
-    if isinstance(decoder, PreTrainedModel) and decoder is not model:
-        return decoder
-    return model.model if model.base_model is model else model.base_model  # Llama 4's prefix is of another class
+    return decoder if isinstance(decoder, PreTrainedModel) and decoder is not model else model.base_model
 
 
 class _GivenHiddenStates(nn.Module):

@@ -31,7 +31,6 @@ from engine.models.checkpoint.read_ahead import read_ahead
 from engine.models.checkpoint.stored_parts import Part
 from engine.models.checkpoint.weight_errors import weights_not_finite
 from engine.models.config.model_config import read_with_transformers
-from engine.models.config.shapes.chunks import chunk_length, within_one_chunk
 from engine.models.config.transformers_config import TransformersConfig
 from engine.models.tensor_parallel import TensorParallel
 
@@ -69,9 +68,6 @@ def load_transformers_decoder(
     with _loading, open_checkpoint(path) as checkpoint, _as_load_errors(path):
         hf_config = read_with_transformers(path)
         _forget_quantization(hf_config)
-        if (length := chunk_length(hf_config)) is not None:
-            logger.info("Contexts of up to %d tokens are served, which its attention does not divide", length)
-            within_one_chunk(hf_config)
         model_class, names, plan = _check(checkpoint, hf_config, config.architecture, dtype, parallel)
         if parallel.rank == 0:
             checkpoint.log_dequantised(dtype)

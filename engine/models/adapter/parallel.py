@@ -5,7 +5,6 @@ Each model's config has a plan (``base_model_tp_plan``), which gives modules and
     colwise          rows of a weight: a rank computes its own heads or features
     rowwise          columns: each rank's output is one addend, and all_reduce sums them; the bias is added once
     packed_colwise   the same rows of each of two stacked matrices, gates and ups
-    packed_rowwise   the same columns of each, where experts are transposed
     moe_tp_experts   experts whose matrices are divided: their outputs are addends
 
 Every rank has the rest whole: embedding, head, routers and norms. Where a norm is over all heads together, the plan
@@ -38,8 +37,7 @@ _KEY_VALUE = frozenset({"k_proj", "v_proj"})
 _MAY_BE_GATHERED = _KEY_VALUE | {"q_proj", "lm_head"}  # a fused layer's rows are not those of a rank
 _NORMALISED = {"q_norm": "q_proj", "k_norm": "k_proj"}
 
-# For models whose configs have no plan, or one for other modules. Experts of GPT-OSS and Llama 4 are transposed, and
-# GPT-OSS's gates and ups alternate.
+# For models whose configs have no plan. Experts of GPT-OSS are transposed, and their gates and ups alternate.
 _PLANS: dict[str, dict[str, str]] = {
     "GptOssForCausalLM": {
         "model.layers.*.self_attn.q_proj": "colwise",
@@ -52,21 +50,7 @@ _PLANS: dict[str, dict[str, str]] = {
         "model.layers.*.mlp.experts.gate_up_proj_bias": "rowwise",
         "model.layers.*.mlp.experts.down_proj": "second_last",
         "model.layers.*.mlp.experts.down_proj_bias": "once",
-    },
-    "Llama4ForCausalLM": {
-        "model.layers.*.self_attn.q_proj": "colwise",
-        "model.layers.*.self_attn.k_proj": "colwise",
-        "model.layers.*.self_attn.v_proj": "colwise",
-        "model.layers.*.self_attn.o_proj": "rowwise",
-        **{
-            f"model.layers.*.feed_forward.{block}{module}": style
-            for block in ("", "shared_expert.")
-            for module, style in (("gate_proj", "colwise"), ("up_proj", "colwise"), ("down_proj", "rowwise"))
-        },
-        "model.layers.*.feed_forward.experts": _EXPERTS,
-        "model.layers.*.feed_forward.experts.gate_up_proj": "packed_rowwise",
-        "model.layers.*.feed_forward.experts.down_proj": "second_last",
-    },
+    }
 }
 
 
@@ -124,8 +108,6 @@ class ParallelPlan:
             self._cut(name, parameter, self._rows(name.split(".")[-2]))
         elif style == "packed_colwise":
             self._cut(name, parameter, _Cut(max(last - 1, 0), rank, size, num_stacked=2))
-        elif style == "packed_rowwise":
-            self._cut(name, parameter, _Cut(last, rank, size, num_stacked=2))
         elif style in _COLUMNS or style == "second_last":
             self._cut(name, parameter, _Cut(last if style in _COLUMNS else last - 1, rank, size))
 
@@ -209,7 +191,7 @@ def _plan_of(model: Any, size: int) -> dict[str, str]:
     """Return the styles by name; raise ConfigError if there is no plan, or one with a style that is unknown here."""
     architecture = type(model).__name__
     plan: dict[str, str] = _PLANS.get(architecture) or dict(model.tp_plan)
-    known = _ROWS | _COLUMNS | _WHOLE | {"packed_colwise", "packed_rowwise", "second_last", "once"}
+    known = _ROWS | _COLUMNS | _WHOLE | {"packed_colwise", "second_last", "once"}
     unknown = sorted(
         name
         for name, style in plan.items()

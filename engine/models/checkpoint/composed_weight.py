@@ -18,20 +18,7 @@ from engine.models.checkpoint.safetensors_header import StoredTensor
 from engine.models.checkpoint.sharding import Shard
 from engine.models.checkpoint.transposed_weight import transposed
 
-__all__ = [
-    "ComposedWeight",
-    "Entry",
-    "Layout",
-    "matrix_of",
-    "read_composed",
-    "stack",
-    "tensors_of",
-    "turned",
-    "weights_of",
-]
-
-
-Layout: TypeAlias = Literal["stacked", "rows", "columns", "alternating"]
+__all__ = ["ComposedWeight", "Entry", "matrix_of", "read_composed", "stack", "tensors_of", "turned", "weights_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,11 +28,11 @@ class ComposedWeight:
     Attributes:
         members: of one shape, but for the rows of ``rows``.
         layout: how they are put together: ``stacked`` along a new first dimension; one after another along the first
-            (``rows``) or the last (``columns``); or alternating along the last one (``alternating``).
+            (``rows``); or alternating along the last one (``alternating``).
     """
 
     members: tuple[Entry, ...]
-    layout: Layout
+    layout: Literal["stacked", "rows", "alternating"]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -139,10 +126,7 @@ def read_composed(read: Read, weight: ComposedWeight, out: torch.Tensor, shard: 
         for index, member in enumerate(weight.members):
             values = torch.empty(member.shape)
             read(values, member, None)
-            size = member.shape[-1]
-            is_alternating = weight.layout == "alternating"
-            own = slice(index, None, len(weight.members)) if is_alternating else slice(index * size, (index + 1) * size)
-            whole[..., own] = values
+            whole[..., index :: len(weight.members)] = values
         out.copy_(whole if shard is None else whole.narrow(shard.dim, shard.start, shard.stop - shard.start))
 
 

@@ -16,7 +16,6 @@ from engine.errors import ConfigError, ModelLoadError, shown
 from engine.models.config.families.architectures import TENSOR_PARALLEL, WITH_SINKS, WITH_VALUE_DIMS, require_proven
 from engine.models.config.files.config_json import num_positions
 from engine.models.config.model_shape import ModelShape, attends_causally
-from engine.models.config.shapes.chunks import CHUNKED, chunk_length
 from engine.models.config.shapes.rope import check_longrope_length, longrope_length
 from engine.models.config.values.limits import require_integer
 
@@ -51,15 +50,14 @@ class TransformersConfig(ModelShape):
         options = {"softcap"} if getattr(config, "attn_logit_softcapping", None) is not None else set()
         if architecture in WITH_SINKS:
             options.add("sinks")
-        positions = num_positions(
-            require_integer(config, "max_position_embeddings"), getattr(config, "rope_parameters", None)
-        )
         if architecture in WITH_VALUE_DIMS:
             options.add("value_dims")
         return cls(
             architecture=architecture,
             vocab_size=require_integer(config, "vocab_size"),
-            max_position_embeddings=min(positions, chunk_length(config) or positions),
+            max_position_embeddings=num_positions(
+                require_integer(config, "max_position_embeddings"), getattr(config, "rope_parameters", None)
+            ),
             dtype=config.dtype if isinstance(config.dtype, torch.dtype) else None,
             attention_options=frozenset(options),
             longrope_length=min(filter(None, map(longrope_length, _rope_parameters(config))), default=None),
@@ -85,7 +83,7 @@ def _wrong_option(config: Any) -> str | None:
         if getattr(config, name, None):
             return f"{name}={shown(getattr(config, name))}"
     for kind in getattr(config, "layer_types", None) or ():
-        if kind not in _LAYER_TYPES and not (kind == CHUNKED and hasattr(config, "attention_chunk_size")):
+        if kind not in _LAYER_TYPES:
             return f"a layer of the type {shown(kind)}"
     pattern = getattr(
         config, "hybrid_layer_pattern", None

@@ -70,7 +70,6 @@ PROVEN = frozenset(
         "JetMoeForCausalLM",
         "Kolibri1ForCausalLM",
         "LagunaForCausalLM",
-        "Llama4ForCausalLM",
         "LlamaForCausalLM",
         "MellumForCausalLM",
         "MiMoV2FlashForCausalLM",

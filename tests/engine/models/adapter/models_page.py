@@ -117,9 +117,7 @@ What was compared, with tiny random models in float32 on a CPU (`tests/engine/mo
   sinks or the scaling of logits left out, positions off by one after a chunk's border.
 
 Checkpoints of real size were not compared. On a GPU our Triton kernels compute sinks, and they or flash-attn
-soft-caps. MiMo V2 Flash, whose values are smaller than its keys, runs on a CPU only. Llama 4 is served with contexts of
-up to 8,191 tokens: its layers attend to chunks of 8,192, and its queries are scaled from there on. Its relatives whose
-attention is full, such as MobileLLM-R1, have all their positions.
+soft-caps. MiMo V2 Flash, whose values are smaller than its keys, runs on a CPU only.
 
 | architecture | computed by default by | attention and feed-forward | tokens compared in | beams in | ranks |
 | --- | --- | --- | --- | --- | --- |

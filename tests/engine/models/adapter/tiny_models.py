@@ -122,12 +122,6 @@ TINY_MODELS: dict[str, TinyModel] = {
     ),
     "LagunaForCausalLM": TinyModel("laguna", _EXPERTS | _HALF_SLIDING | {"head_dim": 16}),
     "LlamaForCausalLM": TinyModel("llama"),
-    "Llama4ForCausalLM": TinyModel(
-        "llama4_text",
-        _EXPERTS
-        | {"head_dim": 8, "no_rope_layers": [1, 0], "interleave_moe_layer_step": 2, "intermediate_size_mlp": 40}
-        | {"num_experts_per_tok": 1, "attention_chunk_size": 128},
-    ),
     "MellumForCausalLM": TinyModel("mellum", _EXPERTS | _HALF_SLIDING | {"head_dim": 16}),
     "MinistralForCausalLM": TinyModel("ministral", _HALF_SLIDING | {"head_dim": 16}),
     "Ministral3ForCausalLM": TinyModel(

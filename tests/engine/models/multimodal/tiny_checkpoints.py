@@ -21,10 +21,6 @@ TINY = PUBLISHED_KINDS | OTHER_KINDS
 # Kinds that other files compare: the names of checkpoints, and the types of the whole model and of its text part.
 COMPARED_APART = {
     "gemma-3n-E2B-it, gemma-3n-E4B-it": ("Gemma3nForConditionalGeneration", "gemma3n_text"),
-    "Llama-4-Scout-17B-16E-Instruct, Llama-4-Maverick-17B-128E-Instruct": (
-        "Llama4ForConditionalGeneration",
-        "llama4_text",
-    ),
     "Qwen2.5-Omni-3B, Qwen2.5-Omni-7B": ("Qwen2_5OmniForConditionalGeneration", "qwen2_5_omni_text"),
     "Qwen3-Omni-30B-A3B-Instruct, Qwen3-Omni-30B-A3B-Thinking": (
         "Qwen3OmniMoeForConditionalGeneration",

@@ -1,7 +1,6 @@
-"""with_stacked_experts: the experts of GPT-OSS and Llama 4 as the models have them, from layouts of other programs.
+"""with_stacked_experts: the experts of GPT-OSS as the model has them, from the layouts of other programs.
 
-    experts.gate_up_proj [experts, in, 2 * inner], experts.gate_up_proj_bias: gates and ups alternate (GPT-OSS), or ups
-    follow the gates (Llama 4)
+    experts.gate_up_proj [experts, in, 2 * inner], experts.gate_up_proj_bias: gates and ups alternate
     experts.down_proj [experts, inner, out], experts.down_proj_bias
 
 experts.5.gate_proj.weight [inner, in], .up_proj, .down_proj    llm-compressor's, and MLX's after mlx_layout.py
@@ -16,7 +15,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping
 
-from engine.models.checkpoint.composed_weight import ComposedWeight, Entry, Layout, stack, turned
+from engine.models.checkpoint.composed_weight import ComposedWeight, Entry, stack, turned
 
 __all__ = ["with_stacked_experts"]
 
@@ -24,26 +23,19 @@ _NUMBERED = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.(w
 _LISTED = re.compile(r"(.*\.experts)\.(gate_up|down)_projs\.(\d+)\.(weight|bias)")
 _BIASES = re.compile(r"(.*\.experts)\.(gate_proj|up_proj|down_proj)\.bias")
 _ROUTER = ".mlp.router.linear."
-# By architecture: how gates and ups are in one.
-_LAYOUTS: dict[str, Layout] = {
-    "GptOssForCausalLM": "alternating",
-    "Llama4ForCausalLM": "columns",
-    "Llama4ForConditionalGeneration": "columns",
-}
 _SUFFIX = {"weight": "", "bias": "_bias"}
 _GATE, _UP = "gate_proj", "up_proj"
 _JOINED = {_GATE: "gate_up_proj"}
 
 
 def with_stacked_experts(architecture: str | None, weights: dict[str, Entry]) -> dict[str, Entry]:
-    """Return the weights with experts stacked, if the model's are; incomplete ones are left as they are.
+    """Return the weights with the experts of GPT-OSS stacked; those of other models, and incomplete ones, as they are.
 
     Args:
         architecture: as config.json names it.
         weights: by name.
     """
-    layout = _LAYOUTS.get(architecture or "")
-    if layout is None:
+    if architecture != "GptOssForCausalLM":
         return weights
     result: dict[str, Entry] = {}
     numbered: dict[tuple[str, str, str], dict[int, Entry]] = defaultdict(dict)  # by block, matrix and kind
@@ -62,7 +54,7 @@ def with_stacked_experts(architecture: str | None, weights: dict[str, Entry]) ->
         parts = _turned(members) if kind == "weight" else members
         if matrix == _GATE:
             ups = numbered.get((block, _UP, kind), {})
-            parts = _joined(parts, _turned(ups) if kind == "weight" else ups, layout)
+            parts = _alternating(parts, _turned(ups) if kind == "weight" else ups)
         if matrix != _UP and (stacked := stack(parts)) is not None:
             result[f"{block}.{_JOINED.get(matrix, matrix)}{_SUFFIX[kind]}"] = stacked
     return result
@@ -72,10 +64,10 @@ def _turned(members: Mapping[int, Entry]) -> dict[int, Entry]:
     return {number: turned(member) for number, member in members.items()}
 
 
-def _joined(gates: Mapping[int, Entry], ups: Mapping[int, Entry], layout: Layout) -> dict[int, Entry]:
+def _alternating(gates: Mapping[int, Entry], ups: Mapping[int, Entry]) -> dict[int, Entry]:
     """Return the gates and ups of each expert in one; without the experts that lack either."""
     return {
-        number: ComposedWeight((gate, ups[number]), layout)
+        number: ComposedWeight((gate, ups[number]), "alternating")
         for number, gate in gates.items()
         if number in ups and ups[number].shape == gate.shape
     }
