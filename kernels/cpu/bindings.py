@@ -79,6 +79,7 @@ class CExperts(ctypes.Structure):
         *_fields(_POINTER, "router_norm", "expert_scales", "choice_bias"),
         *_fields(_INT32, "num_experts", "top_k", "hidden_size", "intermediate_size", "normalizes_weights"),
         *_fields(_INT32, "is_sigmoid", "activation", "num_groups", "top_groups", "groups_sum_two", "gates_shared"),
+        ("scales_inputs", _INT32),
         *_fields(_FLOAT, "epsilon", "weight_scale"),
     )
 

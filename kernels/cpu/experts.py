@@ -30,6 +30,7 @@ class ExpertSizes:
         latent_size: features that routed experts read and write, by projections around all of them; None: no such.
         num_groups: of equally many experts, of which a token first chooses ``top_groups``.
         groups_sum_two: a group is chosen by the sum of its experts' two best scores; else by the best one.
+        scales_inputs: the chosen experts' weights multiply what they read, and not what they return.
     """
 
     hidden_size: int
@@ -48,6 +49,7 @@ class ExpertSizes:
     num_groups: int = 1
     top_groups: int = 1
     groups_sum_two: bool = False
+    scales_inputs: bool = False
 
     @property
     def width(self) -> int:
@@ -91,6 +93,7 @@ class PackedExperts:
             top_groups=sizes.top_groups,
             groups_sum_two=sizes.groups_sum_two,
             gates_shared=gates_shared,
+            scales_inputs=sizes.scales_inputs,
             epsilon=sizes.norm_epsilon,
             weight_scale=sizes.weight_scale,
         )

@@ -29,13 +29,14 @@ def routed_experts(
     gated: bool = True,
     activation: Activation = "silu",
     expert_scale: torch.Tensor | None = None,
+    scales_inputs: bool = False,
 ) -> torch.Tensor:
     """Return what ``experts`` computes with the weights and experts that ``route`` chooses.
 
     Args:
         expert_scale: float32 [num_experts], factors of the chosen experts' weights; None: 1.
     """
-    options: dict[str, Any] = {"gated": gated, "activation": activation}
+    options: dict[str, Any] = {"gated": gated, "activation": activation, "scales_inputs": scales_inputs}
     if hidden.device.type == "cpu":
         weights, ids = route(logits, top_k, normalize=normalize, scores=scores)
         return experts(
@@ -56,6 +57,7 @@ def experts(
     *,
     gated: bool = True,
     activation: Activation = "silu",
+    scales_inputs: bool = False,
 ) -> torch.Tensor:
     """Return each token's weighted sum of its experts, [num_tokens, hidden_size] in the dtype of ``hidden``.
 
@@ -70,6 +72,7 @@ def experts(
         ids: int64 [num_tokens, top_k], which experts.
         gated: whether an expert multiplies by a gate; else it squares what a ReLU leaves.
         activation: of the gate.
+        scales_inputs: the weights multiply what experts read, and not what they return (Llama 4, 2025).
     """
     compute = partial(_gated, activation) if gated else _squared_relu
     top_k = ids.shape[1]
@@ -80,9 +83,13 @@ def experts(
     for expert, count in enumerate(counts):
         if count:
             pairs = order[start : start + count]
-            outputs[pairs] = compute(hidden[pairs // top_k], up[expert], down[expert]).float()
+            rows = hidden[pairs // top_k]
+            if scales_inputs:
+                rows = rows * weights.flatten()[pairs, None].to(rows.dtype)
+            outputs[pairs] = compute(rows, up[expert], down[expert]).float()
             start += count
-    weighted = outputs.view(*ids.shape, hidden.shape[1]) * weights.unsqueeze(2)
+    outputs = outputs.view(*ids.shape, hidden.shape[1])
+    weighted = outputs if scales_inputs else outputs * weights.unsqueeze(2)
     return weighted.sum(dim=1).to(hidden.dtype)
 
 

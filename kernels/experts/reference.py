@@ -16,12 +16,19 @@ def route(logits: torch.Tensor, top_k: int, *, normalize: bool) -> tuple[torch.T
 
 
 def experts(
-    hidden: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+    hidden: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    *,
+    scales_inputs: bool = False,
 ) -> torch.Tensor:
     """Compute `kernels.experts.experts.experts` token by token, in float64."""
     output = torch.zeros_like(hidden, dtype=torch.float64)
     for token, (its_weights, its_ids) in enumerate(zip(weights.tolist(), ids.tolist(), strict=True)):
         for weight, expert in zip(its_weights, its_ids, strict=True):
-            gate, up = (gate_up[expert].double() @ hidden[token].double()).chunk(2)
-            output[token] += weight * (down[expert].double() @ (gate * gate.sigmoid() * up))
+            before, after = (weight, 1.0) if scales_inputs else (1.0, weight)
+            gate, up = (gate_up[expert].double() @ (before * hidden[token].double())).chunk(2)
+            output[token] += after * (down[expert].double() @ (gate * gate.sigmoid() * up))
     return output.to(hidden.dtype)

@@ -52,8 +52,8 @@ class Scores:
 
     def choice(self, logits: torch.Tensor) -> torch.Tensor:
         """Return by what experts are chosen, [num_tokens, num_experts]."""
-        if self.groups is None and not self.is_sigmoid and self.bias is None:
-            return logits  # in the order of their softmax
+        if self.groups is None and self.bias is None:
+            return logits  # in the order of their scores, of which several may be rounded to 1
         scores = self._scores(logits)
         if self.bias is not None:
             scores = scores + self.bias

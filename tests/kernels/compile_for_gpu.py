@@ -100,7 +100,8 @@ def _run_experts() -> None:
         for num_tokens in (1, 100):
             hidden = torch.zeros(num_tokens, hidden_size, dtype=dtype)
             logits = torch.zeros(num_tokens, num_experts, dtype=dtype)
-            experts_triton(hidden, logits, gate_up, down, top_k, normalize=True)
+            for scales_inputs in (False, True):
+                experts_triton(hidden, logits, gate_up, down, top_k, normalize=True, scales_inputs=scales_inputs)
 
 
 def _run_models(models: list[str]) -> None:

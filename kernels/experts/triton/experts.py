@@ -39,6 +39,7 @@ def grouped_linear_kernel(
     num_pairs,
     tile_experts,
     tile_starts,
+    row_weights,  # float32 [num_pairs], factors of the rows; or None
     num_tokens,
     num_outputs,
     num_inputs,
@@ -79,6 +80,10 @@ def grouped_linear_kernel(
                 up = tl.dot(x, tl.load(w_tile + to_up, mask=is_weight, other=0.0), up, input_precision="ieee")
             x_tile += BLOCK_INPUTS
             w_tile += BLOCK_INPUTS
+        if row_weights is not None:
+            row_weight = tl.load(row_weights + pair, mask=is_row, other=0.0)
+            sums *= row_weight
+            up *= row_weight
         if GATED:
             # Both activations are x times a sigmoid: tanh(z) is 2 sigmoid(2z) - 1.
             argument = _SQRT_8_OVER_PI * (sums + 0.044715 * sums * sums * sums) if IS_GELU else sums
@@ -119,9 +124,19 @@ def _tile_options(rows: torch.Tensor) -> dict[str, int]:
 
 
 def _grouped_linear(
-    rows: torch.Tensor, weights: torch.Tensor, routes: Routes, *, gated: bool, is_gelu: bool = False
+    rows: torch.Tensor,
+    weights: torch.Tensor,
+    routes: Routes,
+    *,
+    gated: bool,
+    is_gelu: bool = False,
+    row_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return each pair's row times its expert's weights, [num_pairs, num_outputs]; a row may serve several pairs."""
+    """Return each pair's row times its expert's weights, [num_pairs, num_outputs]; a row may serve several pairs.
+
+    Args:
+        row_weights: float32 [num_tokens, top_k], contiguous, factors of each pair's row; None: 1.
+    """
     assert rows.is_contiguous()
     assert weights.is_contiguous()
     num_outputs = weights.shape[1] // (2 if gated else 1)
@@ -136,6 +151,7 @@ def _grouped_linear(
         routes.num_pairs,
         routes.tile_experts,
         routes.tile_starts,
+        row_weights,
         len(routes.ids),
         num_outputs,
         rows.shape[1],
@@ -172,6 +188,7 @@ def experts_triton(
     gated: bool = True,
     activation: Activation = "silu",
     expert_scale: torch.Tensor | None = None,
+    scales_inputs: bool = False,
 ) -> torch.Tensor:
     """Compute `kernels.experts.experts.routed_experts`, whose arguments it shares."""
     if len(hidden) == 0:
@@ -181,7 +198,13 @@ def experts_triton(
         routes = replace(routes, weights=scores.weights(logits, routes.ids.long(), normalize=normalize))
     if expert_scale is not None:
         routes = replace(routes, weights=routes.weights * expert_scale[routes.ids.long()])
-    activated = _grouped_linear(hidden.contiguous(), up, routes, gated=gated, is_gelu=activation == "gelu_tanh")
+    row_weights = None
+    if scales_inputs:
+        row_weights = routes.weights.contiguous()
+        routes = replace(routes, weights=torch.ones_like(row_weights))
+    activated = _grouped_linear(
+        hidden.contiguous(), up, routes, gated=gated, is_gelu=activation == "gelu_tanh", row_weights=row_weights
+    )
     if not gated:
         activated = activated.relu_().square_()
     return _combine(_grouped_linear(activated, down, routes, gated=False), routes.weights)

@@ -31,6 +31,7 @@ class Layer:
         shared_inner: int = SHARED,
         latent: int | None = None,
         gemma: bool = False,
+        scales_inputs: bool = False,
     ) -> None:
         if kind is WeightKind.INT8 and not has_int8():
             pytest.skip("the processor does not multiply int8")
@@ -40,6 +41,7 @@ class Layer:
             return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
 
         self.kind, self.normalizes, self.shared, self.latent = kind, normalizes, shared, latent
+        self.scales_inputs = scales_inputs
         width = latent or HIDDEN
         self.router, self.shared_gate = random(num_experts, HIDDEN) * 3, random(1, HIDDEN) * 3
         self.gate_up, self.down = random(num_experts, 2 * inner, width), random(num_experts, width, inner)
@@ -58,6 +60,7 @@ class Layer:
             normalizes_weights=self.normalizes,
             latent_size=self.latent,
             activation="silu" if self.scales is None else "gelu_tanh",
+            scales_inputs=self.scales_inputs,
         )
         packed = PackedExperts(sizes, self.kind)
         if self.router_norm is not None and self.scales is not None:
@@ -94,8 +97,9 @@ class Layer:
         output = torch.zeros_like(inputs)
         for token in range(len(x)):
             for weight, expert in zip(weights[token], ids[token], strict=True):
-                row = self.swiglu(inputs[token : token + 1], self.gate_up[expert], self.down[expert])
-                output[token] += weight * row[0]
+                before, after = (weight, 1.0) if self.scales_inputs else (1.0, weight)
+                row = self.swiglu(before * inputs[token : token + 1], self.gate_up[expert], self.down[expert])
+                output[token] += after * row[0]
         if self.latent:
             output = reference.linear(output, self.latent_out, None, self.kind)
         if self.shared:
@@ -148,6 +152,22 @@ def test_experts_with_scales_and_a_norm_of_the_router_equal_their_references(
 ) -> None:
     """As Gemma 4 has them, whose experts have GELU."""
     Layer(kind, shared=False, normalizes=True, gemma=True).check(random_hidden(num_tokens))
+
+
+@pytest.mark.parametrize("kind", WeightKind)
+@pytest.mark.parametrize("num_tokens", [1, 33])
+def test_weights_may_multiply_what_experts_read(num_tokens: int, kind: WeightKind, num_threads: int) -> None:
+    Layer(kind, normalizes=False, scales_inputs=True).check(random_hidden(num_tokens))
+
+
+def test_sigmoids_that_are_rounded_to_one_do_not_hide_the_best_logit() -> None:
+    layer, hidden = Layer(WeightKind.FLOAT32, shared=False, normalizes=False), random_hidden(1)
+    x = reference.rms_norm(hidden, layer.norm, EPS)
+    layer.router = torch.linspace(20.0, 40.0, NUM_EXPERTS)[:, None] * x / (x @ x.t())  # its logits
+    packed = layer.packed()
+    packed.c_experts.is_sigmoid = True
+    best = sum(layer.swiglu(x, layer.gate_up[-index], layer.down[-index]) for index in range(1, TOP_K + 1))
+    torch.testing.assert_close(experts(hidden, packed, layer.norm, EPS), best, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", WeightKind)

@@ -137,6 +137,13 @@ def test_sigmoids_choose_with_their_bias_and_weigh_without(has_bias: bool, norma
         torch.testing.assert_close(its_weights, expected, atol=1e-6, rtol=1e-5)
 
 
+def test_sigmoids_that_are_rounded_to_one_do_not_hide_the_best_logit(device: torch.device) -> None:
+    logits = torch.tensor([[20.0, 40.0, -3.0, 30.0]], device=device)
+    weights, ids = route(logits, 2, normalize=False, scores=Scores())
+    assert ids.tolist() == [[1, 3]]
+    assert weights.tolist() == [[1.0, 1.0]]
+
+
 # --- experts ---------------------------------------------------------------------------------------------------------
 
 
@@ -221,6 +228,24 @@ def test_experts_with_gelu_whose_weights_are_scaled(compute: Compute, num_tokens
             inner = torch.nn.functional.gelu(gate, approximate="tanh") * up
             expected[token] += weight * scale[expert].double() * (case.down[expert].double() @ inner)
     torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("num_tokens", [2, 33])
+def test_weights_may_multiply_what_experts_read(
+    compute: Compute, num_tokens: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """As in Llama 4, of two experts here."""
+    case, scores = Case(num_tokens, dtype, device), Scores()
+    options: dict[str, Any] = {"normalize": False, "scores": scores, "scales_inputs": True}
+    output = compute(case.hidden, case.logits, case.gate_up, case.down, 2, **options)
+    routed = route(case.logits, 2, normalize=False, scores=scores)
+    expected, otherwise = (
+        reference.experts(case.hidden.double(), case.gate_up, case.down, *routed, scales_inputs=scales_inputs)
+        for scales_inputs in (True, False)
+    )
+    error = (output.double() - expected).abs().max() / expected.abs().max()
+    assert error < TOLERANCES[dtype] < 0.2 * (otherwise - expected).abs().max() / expected.abs().max()
 
 
 def test_several_tiles_and_rows_of_several_blocks(compute: Compute, device: torch.device) -> None:

@@ -29,6 +29,7 @@ typedef struct {
     float *weights;            /* [num_tokens, top_k] */
     int32_t *ids;              /* [num_tokens, top_k], the chosen experts */
     int32_t *rows;             /* [num_tokens, top_k], where each pair is computed */
+    float *factors;            /* [num_tokens * top_k], of each row's input; only with scales_inputs */
     int32_t *tokens;           /* [num_tokens * top_k], of each row */
     int32_t *starts;           /* [num_experts + 1], each expert's first row */
     int32_t *cursors;          /* [num_experts] */
@@ -75,6 +76,7 @@ static size_t divide_memory(batch *b, char *block) {
     b->weights = take(block, &used, pairs * 4);
     b->ids = take(block, &used, pairs * 4);
     b->rows = take(block, &used, pairs * 4);
+    b->factors = take(block, &used, e->scales_inputs ? pairs * 4 : 0);
     b->tokens = take(block, &used, pairs * 4);
     b->starts = take(block, &used, (e->num_experts + 1) * 4);
     b->cursors = take(block, &used, e->num_experts * 4);
@@ -110,12 +112,15 @@ static float compute_exponentials(const float *logits, float *exponentials, int6
     return f32x16_sum(sums);
 }
 
-/* Computes the sigmoids of some logits, and replaces the logits by what experts are chosen by. */
+/* Computes the sigmoids of some logits, and replaces the logits by what experts are chosen by: of sigmoids alone they
+ * have the order, and differ where these are rounded to 1. */
 static void compute_sigmoids(const pagoda_experts *e, float *logits, float *sigmoids) {
+    const bool by_logits = !e->choice_bias && e->num_groups <= 1;
     for (int64_t i = 0; i < e->num_experts; i += LANES) {
         const int64_t count = e->num_experts - i;
         f32x16 sigmoid = 1 / (1 + f32x16_exp(-f32x16_load(logits + i)));
         f32x16_store(sigmoids + i, sigmoid);
+        if (by_logits) continue;
         store_some(logits, false, i, e->choice_bias ? sigmoid + load_some(e->choice_bias, false, i, count) : sigmoid, count);
     }
 }
@@ -204,15 +209,17 @@ static void sort_by_expert(batch *b) {
     for (int32_t pair = 0; pair < num_pairs; pair++) {
         int32_t row = b->cursors[b->ids[pair]]++;
         b->rows[pair] = row;
+        if (e->scales_inputs) b->factors[row] = b->weights[pair];
         b->tokens[row] = pair / e->top_k;
     }
 }
 
 /* --- the experts' feed-forward ------------------------------------------------------------------------------------ */
 
-/* Multiplies every expert's rows, which have been packed, with its part of `weights`. */
+/* Multiplies every expert's rows, which have been packed, with its part of `weights`, and with factors unless these are
+ * NULL. */
 static void multiply(batch *b, float *output, int64_t width, const pagoda_weight *weights, int64_t outputs,
-                     pagoda_epilogue epilogue) {
+                     const float *factors, pagoda_epilogue epilogue) {
     const pagoda_experts *e = b->experts;
     const int64_t num_words = pagoda_num_words(weights->kind, weights->in_features);
     const int64_t stride = weights->out_features / e->num_experts;
@@ -225,6 +232,7 @@ static void multiply(batch *b, float *output, int64_t width, const pagoda_weight
                 .output = output + first * width,
                 .rows = {b->words + first * num_words, b->row_scales + first, num_rows},
                 .weight = pagoda_part_of_weight(weights, expert, stride, outputs),
+                .factors = factors ? factors + first : NULL,
             };
     }
     pagoda_grouped_linear(b->jobs, num_jobs, width, epilogue);
@@ -248,9 +256,9 @@ static void compute_routed(batch *b) {
     const pagoda_rows *inputs = has_latent(e) ? &b->latent_packed : &b->packed;
     pagoda_gather_tiles(&rows, &tiles, b->tokens, inputs, e->gate_up.kind, b->width);
     multiply(b, b->wide, e->intermediate_size, &e->gate_up, halves * (int64_t)e->intermediate_size,
-             pagoda_epilogue_of(e->activation));
+             e->scales_inputs ? b->factors : NULL, pagoda_epilogue_of(e->activation));
     pagoda_pack_tiles(&rows, &tiles, b->wide, e->down.kind, e->intermediate_size);
-    multiply(b, b->results, b->width, &e->down, b->width, PAGODA_STORE);
+    multiply(b, b->results, b->width, &e->down, b->width, NULL, PAGODA_STORE);
 }
 
 /* Computes the expert that every token has. */
@@ -272,7 +280,7 @@ static f32x16 sum_of_experts(const batch *b, int64_t token, int64_t i) {
     for (int32_t choice = 0; choice < top_k; choice++) {
         const int64_t pair = token * top_k + choice;
         f32x16 result = load_some(b->results + b->rows[pair] * width, false, i, width - i);
-        sum = f32x16_fma(f32x16_set(b->weights[pair]), result, sum);
+        sum = f32x16_fma(f32x16_set(b->experts->scales_inputs ? 1 : b->weights[pair]), result, sum);
     }
     return sum;
 }

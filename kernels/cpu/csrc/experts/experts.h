@@ -27,6 +27,7 @@ typedef struct {
     int32_t num_groups, top_groups; /* equally many experts are a group, of which a token first chooses the best; 1: all */
     int32_t groups_sum_two;     /* a group's score is the sum of its two best experts'; else the best one's */
     int32_t gates_shared;       /* the sigmoid of a logit multiplies the shared expert */
+    int32_t scales_inputs;      /* the weights multiply what the chosen experts read; else what they return */
     float epsilon, weight_scale; /* weight_scale: of the chosen experts' weights */
 } pagoda_experts;
 

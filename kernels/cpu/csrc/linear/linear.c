@@ -64,6 +64,7 @@ typedef struct {
     int64_t stride;
     const pagoda_rows *rows;
     const pagoda_weight *weight;
+    const float *factors; /* of a job; or NULL */
     pagoda_epilogue epilogue;
     int64_t num_words, num_panels, panels_per_part;
     int64_t rows_per_block, parts_per_block;
@@ -81,6 +82,7 @@ INLINE f32x16 product(const linear_call *call, const void *sum, int64_t row, int
         value = __builtin_convertvector(total - 128 * offset, f32x16); /* the rows are offset by 128 */
         value *= f32x16_load(weight->scales + panel * LANES) * call->rows->scales[row];
     }
+    if (call->factors) value *= call->factors[row];
     return weight->bias ? value + f32x16_load(weight->bias + panel * LANES) : value;
 }
 
@@ -216,6 +218,7 @@ void pagoda_grouped_linear(const pagoda_linear_job *jobs, int32_t num_jobs, int6
     int64_t num_parts = 0;
     for (int32_t i = 0; i < num_jobs; i++) {
         calls[i] = divide(jobs[i].output, stride, &jobs[i].rows, &jobs[i].weight, epilogue);
+        calls[i].factors = jobs[i].factors;
         calls[i].first_part = num_parts;
         num_parts += calls[i].num_parts;
     }

@@ -61,6 +61,7 @@ typedef struct {
     float *output;
     pagoda_rows rows;
     pagoda_weight weight;
+    const float *factors; /* [rows], of the products; NULL: 1 */
 } pagoda_linear_job;
 
 /* Computes a linear layer; output is float32 with `stride` elements from one row to the next. */
