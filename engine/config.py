@@ -30,6 +30,7 @@ from engine.options.rules import (
     rules_of,
 )
 from kernels.attention.registry import BACKENDS
+from kernels.attention.window import Window
 from kernels.linear.registry import QUANTIZATIONS
 
 __all__ = ["EngineConfig", "SpeculativeConfig"]
@@ -287,7 +288,7 @@ class EngineInfo:
     default_sampling: dict[str, Any]  # temperature, top_p, top_k, min_p, as far as generation_config.json sets them
     max_logprobs: int = DEFAULT_MAX_LOGPROBS  # -1: no limit
     free_tokens: int | None = None  # that a step computes in about the time of one token, if that was measured
-    windows: tuple[tuple[int, int], ...] = ()  # the sliding windows with pages of their own: tokens, and pages
+    windows: tuple[tuple[Window, int], ...] = ()  # the windows with pages of their own, and how many each has
     num_slots: int = 0  # for the states of sequences and their snapshots; 0: the model has no states
     num_snapshots: int = 0  # of these, slots that running sequences leave to snapshots
     num_host_window_pages: tuple[int, ...] = ()  # of each window, pages of its host pool; empty: none

@@ -64,7 +64,7 @@ def make_inputs(
         value_cache=random_cache(),
         metadata=_metadata(lengths, tables),
         scale=1.5 / math.sqrt(shape.head_dim),  # not the default of torch or flash-attn
-        sliding_window=window,
+        window=window,
     )
 
 

@@ -22,6 +22,7 @@ from engine.kv.pool_sizes import PageSizes, PoolSizes
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.sequence import SequenceGroup
+from kernels.attention.window import most_keys
 
 BLOCK_SIZE, STEP_TOKENS, ELEMENT_SIZE = 16, 2048, 2
 CONTEXTS = (1024, 8192, 65_536)
@@ -130,7 +131,8 @@ def _least_bytes(layers: Sequence[LayerCache], context: int) -> int:
     num_bytes = 0
     for layer in layers:
         if isinstance(layer, TokenCache):
-            num_bytes += min(context, layer.window or context) * layer.elements_per_token * ELEMENT_SIZE
+            num_tokens = context if layer.window is None else min(context, most_keys(layer.window))
+            num_bytes += num_tokens * layer.elements_per_token * ELEMENT_SIZE
         elif isinstance(layer, State):
             num_bytes += layer.elements * 4
     return num_bytes

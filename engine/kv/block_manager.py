@@ -31,6 +31,7 @@ from engine.kv.page_copies import BlockPair
 from engine.kv.prefix_cache import PrefixCache, PrefixMatch
 from engine.kv.resumption import leave_snapshot, plan_snapshots, resumable
 from engine.sequence import Sequence
+from kernels.attention.window import Window
 
 __all__ = ["BlockManager"]
 
@@ -46,7 +47,7 @@ class BlockManager:
         num_blocks: blocks in the pool.
         block_size: tokens per block.
         num_host_blocks: pages of the host pool, to which blocks are evicted and preempted sequences swapped.
-        windows: of each sliding window with pages of its own, its tokens and the pages in its pool.
+        windows: each window with pages of its own, and the pages in its pool.
         num_slots: slots for the states of recurrent layers and their snapshots; 0: the model has no states.
         num_snapshots: of these, slots that running sequences leave to snapshots.
         num_host_window_pages: of each window, pages of its host pool; without them windows have none there.
@@ -61,7 +62,7 @@ class BlockManager:
         block_size: int,
         *,
         num_host_blocks: int = 0,
-        windows: GenericSequence[tuple[int, int]] = (),
+        windows: GenericSequence[tuple[Window, int]] = (),
         num_slots: int = 0,
         num_snapshots: int = 0,
         num_host_window_pages: GenericSequence[int] = (),

@@ -3,7 +3,7 @@
 Each layer declares what it caches (layer_cache.py). Layers whose pages live equally long share a pool:
 
     blocks    the keys and values of ``block_size`` tokens, or their latents, in the layers that attend to everything
-    windows   the same of the layers with one sliding window: a pool for each window
+    windows   the same of the layers with one window, sliding or a chunk: a pool for each window
     slots     the states of one sequence, in the recurrent layers
 
 It copies pages by id. The block manager decides which page belongs to which sequence, and which may be overwritten.
@@ -22,6 +22,7 @@ import torch
 from engine.kv.layer_cache import LayerCache, SharedWith, State, TokenCache, windows_of
 from engine.kv.page_memory import PageMemory
 from engine.kv.pool_sizes import PoolSizes
+from kernels.attention.window import Window
 from kernels.cpu.prefaulter import Prefaulter
 
 __all__ = ["KVCache"]
@@ -45,7 +46,7 @@ class KVCache:
             (latents,), ``[num_pages, block_size, rank + rope_dim]``, (index keys,), ``[num_pages, block_size, dim]``,
             or the states, ``[num_slots, *shape]``; of a SharedWith those of the declaration that it names.
         blocks: pages of the layers that attend to everything.
-        windows: pages of the layers with each window, ascending.
+        windows: pages of the layers with each window, in the order of ``windows_of``.
         slots: states.
 
     Raises:
@@ -87,7 +88,7 @@ class KVCache:
 
     def _tensors(self, layers: Sequence[LayerCache]) -> Iterator[tuple[torch.Tensor, ...]]:
         """Yield each declaration's own tensors: the parts of the pools, in the order of their shapes."""
-        parts: dict[int | None, Iterator[torch.Tensor]] = {None: iter(self.blocks.parts)}
+        parts: dict[Window | None, Iterator[torch.Tensor]] = {None: iter(self.blocks.parts)}
         parts |= {window: iter(pool.parts) for window, pool in self.windows.items()}
         slots = iter(self.slots.parts)
         for layer in layers:
@@ -98,7 +99,7 @@ class KVCache:
 
     @property
     def pools(self) -> list[PageMemory]:
-        """The pools: of blocks, of each window, ascending, and of slots."""
+        """The pools: of blocks, of each window, and of slots."""
         return [self.blocks, *self.windows.values(), self.slots]
 
     @property
@@ -117,7 +118,7 @@ class KVCache:
             self._prefaulter.use(int(slot_mapping.max()) // self.block_size)
 
 
-def _shapes(layers: Sequence[LayerCache], window: int | None, block_size: int) -> list[tuple[int, ...]]:
+def _shapes(layers: Sequence[LayerCache], window: Window | None, block_size: int) -> list[tuple[int, ...]]:
     """Return the shapes of what a page holds, in the layers with this window."""
     return [
         (block_size, *shape)

@@ -12,6 +12,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from kernels.attention.window import Chunk, Window, most_keys
+
 __all__ = [
     "IndexKey",
     "KeyValue",
@@ -34,13 +36,13 @@ class KeyValue:
     """A key and a value for each KV head and token.
 
     Attributes:
-        window: the tokens, its own included, that a token attends to: what lies before them is not kept. None: all.
+        window: which tokens a token attends to: what lies before them is not kept. None: all.
     """
 
     heads: int
     key_dim: int
     value_dim: int
-    window: int | None = None
+    window: Window | None = None
 
     @property
     def token_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -144,9 +146,10 @@ TokenCache = KeyValue | Latent | IndexKey  # kept for each token, in pages
 LayerCache = TokenCache | State | SharedWith
 
 
-def windows_of(layers: Iterable[LayerCache]) -> tuple[int, ...]:
-    """Return the different windows of ``layers``, ascending; each has pages of its own."""
-    return tuple(sorted({layer.window for layer in layers if isinstance(layer, KeyValue) and layer.window is not None}))
+def windows_of(layers: Iterable[LayerCache]) -> tuple[Window, ...]:
+    """Return the different windows of ``layers``, sliding ones before chunks, ascending; each has pages of its own."""
+    windows = {layer.window for layer in layers if isinstance(layer, KeyValue) and layer.window is not None}
+    return tuple(sorted(windows, key=lambda window: (isinstance(window, Chunk), most_keys(window))))
 
 
 def without_windows(layers: Iterable[LayerCache]) -> tuple[LayerCache, ...]:
@@ -154,7 +157,7 @@ def without_windows(layers: Iterable[LayerCache]) -> tuple[LayerCache, ...]:
     return tuple(replace(layer, window=None) if isinstance(layer, KeyValue) else layer for layer in layers)
 
 
-def bytes_per_token(layers: Iterable[LayerCache], element_size: int, window: int | None = None) -> int:
+def bytes_per_token(layers: Iterable[LayerCache], element_size: int, window: Window | None = None) -> int:
     """Return the bytes that one token takes in those caches of ``layers`` that have this window; states take none.
 
     Args:

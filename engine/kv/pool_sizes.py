@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 
 from engine.kv.layer_cache import LayerCache, bytes_per_state, bytes_per_token, windows_of
+from kernels.attention.window import Chunk, Window
 
 __all__ = ["PageSizes", "PoolSizes", "pages_in_reach", "smallest"]
 
@@ -28,7 +30,7 @@ class PoolSizes:
     Attributes:
         num_blocks: of the layers that attend to everything.
         num_host_blocks: of the host pool, to which they are evicted.
-        num_window_pages: of each window, ascending.
+        num_window_pages: of each window, in the order of ``windows_of``.
         num_slots: states of sequences, and snapshots of them.
         num_snapshots: slots that running sequences leave to snapshots.
         num_host_window_pages: of each window, of its host pool; empty: none.
@@ -50,13 +52,13 @@ class PageSizes:
 
     Attributes:
         block: a block of the layers that attend to everything; 0 if there are none.
-        windows: of each window in tokens, ascending, a page.
+        windows: each window, in the order of ``windows_of``, and a page of it.
         slot: the states of one sequence.
         block_size: tokens of a block, and of a page.
     """
 
     block: int
-    windows: tuple[tuple[int, int], ...]
+    windows: tuple[tuple[Window, int], ...]
     slot: int
     block_size: int
 
@@ -179,8 +181,11 @@ def snapshots_left(num_slots: int, num_snapshots: int) -> int:
     return num_slots * num_snapshots // (1 + num_snapshots) // 2 if num_slots > 1 else 0
 
 
-def pages_in_reach(window: int, block_size: int) -> int:
+def pages_in_reach(window: Window, block_size: int) -> int:
     """Return the pages, at most, that hold the tokens which the next token attends to, and its own."""
+    if isinstance(window, Chunk):  # which begins with a block, or at most so many tokens after that
+        most_before = block_size - gcd(block_size, window.tokens)
+        return -(-(most_before + window.tokens) // block_size)
     return -(-(window - 1) // block_size) + 1
 
 

@@ -75,7 +75,7 @@ KV_BLOCKS = Metric("kv_blocks", "gauge", "KV blocks by state; the used blocks in
 WINDOW_PAGES = Metric(
     "window_pages",
     "gauge",
-    "Pages of layers with a sliding window, by the window's tokens and by state.",
+    "Pages of layers with a sliding window or chunks, by its tokens and by state.",
     ("window", "state"),
 )
 STATE_SLOTS = Metric(

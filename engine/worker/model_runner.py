@@ -29,6 +29,7 @@ from engine.worker.memory import host_pools_for, pools_of_blocks
 from engine.worker.step_planner import StepPlanner
 from engine.worker.step_timer import StepTimer
 from engine.worker.worker_pool import WorkerPool
+from kernels.attention.window import Chunk, most_keys
 from kernels.device_copy import to_device
 
 if TYPE_CHECKING:
@@ -191,9 +192,9 @@ class ModelRunner:
             logger.info("%s KV cache size: %.2f GiB; no layer attends to everything", kind, size)
         for window, pages in cache.windows.items():
             in_gib = pages.num_bytes * ranks / 2**30
-            logger.info(
-                "Layers with a window of %s tokens: %d pages in %.2f GiB", f"{window:,}", pages.num_pages, in_gib
-            )
+            kind = "chunks" if isinstance(window, Chunk) else "a window"
+            tokens_seen = f"{most_keys(window):,}"
+            logger.info("Layers with %s of %s tokens: %d pages in %.2f GiB", kind, tokens_seen, pages.num_pages, in_gib)
         if self.pools.num_slots:
             logger.info(
                 "Recurrent layers: %d states of %.2f MiB, %d of them for snapshots",

@@ -194,7 +194,7 @@ class ModelShard:
         limits = StepLimits(
             dtype=self.dtype,
             device=self.device,
-            sliding_windows=self.model.attention.sliding_windows,
+            windows=self.model.attention.windows,
             max_query_len=min(self.config.max_num_batched_tokens, self.max_model_len),
             max_seq_len=self.max_model_len,
         )

@@ -30,12 +30,12 @@ class ModelInput:
     metadata: AttentionMetadata
     logit_indices: torch.Tensor  # int64 [num_sampled + num_draft_tokens]: tokens whose logits the sampler needs
     prompt_logit_indices: torch.Tensor  # int64 [n]: prompt tokens whose logits give the next one's log-probability
-    windows: tuple[AttentionMetadata, ...] = ()  # as ``metadata``, of the pages of each sliding window
+    windows: tuple[AttentionMetadata, ...] = ()  # as ``metadata``, of the pages of each window
     recurrent: RecurrentMetadata | None = None  # for layers with states
 
 
 class WindowPlan(NamedTuple):
-    """What a step does with the pages of one sliding window."""
+    """What a step does with the pages of one window."""
 
     slot_mapping: npt.NDArray[np.int64]  # as the step's, of pages
     changed_blocks: npt.NDArray[np.int64]  # have another page now; see PageMap
@@ -74,7 +74,7 @@ class StepPlan:
     max_query_len: int
     max_seq_len: int
     copies: list[PageCopies]  # of each pool of the KV cache, in the order of KVCache.pools
-    windows: list[WindowPlan]  # of each sliding window, ascending
+    windows: list[WindowPlan]  # of each window, as ``windows_of`` orders them
     recurrent: RecurrentPlan | None  # None: the model has no states
 
     def to_device(self, block_tables: BlockTables, block_size: int, page_maps: Sequence[PageMap] = ()) -> ModelInput:

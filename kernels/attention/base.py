@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 
 from kernels.attention.registry import BACKENDS
+from kernels.attention.window import Window
 from kernels.attention_metadata import AttentionMetadata
 
 __all__ = ["AttentionBackend", "AttentionInputs", "StepLimits"]
@@ -21,8 +22,9 @@ __all__ = ["AttentionBackend", "AttentionInputs", "StepLimits"]
 class AttentionInputs:
     """One layer's queries and paged cache, and the step's batch.
 
-    A query at position p of its sequence sees the keys at positions j <= p. With `sliding_window` = W it sees only
-    those with p - j < W, as in transformers' Mistral. Query head h reads KV head h // group_size.
+    A query at position p of its sequence sees the keys at positions j <= p. With a sliding `window` = W it sees only
+    those with p - j < W, as in transformers' Mistral, and with a chunk only those of its own chunk: see window.py.
+    Query head h reads KV head h // group_size.
 
     Some options need a backend whose line in registry.py names them. A soft-cap C replaces each score s by
     C * tanh(s / C) (Gemma 2). A sink is one more score of each query of a head, without a value (GPT-OSS). With latents
@@ -35,7 +37,7 @@ class AttentionInputs:
     value_cache: torch.Tensor  # the same shape, or another value_dim; of latents key_cache[..., :value_dim]
     metadata: AttentionMetadata
     scale: float  # factor of Q K^T
-    sliding_window: int | None = None  # tokens; None: no window
+    window: Window | None = None  # None: all keys are seen
     softcap: float | None = None
     sinks: torch.Tensor | None = None  # float32 [num_heads]
     topk_slots: torch.Tensor | None = None  # int32 [num_tokens, at most top_k], by position, then -1; of latents
@@ -83,14 +85,14 @@ class StepLimits:
     A step of a warm-up computes every layer, so the sizes of heads need no mention.
 
     Attributes:
-        sliding_windows: of all layers, in tokens; None: no window.
+        windows: of all layers; None: a layer sees all keys.
         max_query_len: tokens of one sequence that a step computes at most.
         max_seq_len: tokens of the longest context.
     """
 
     dtype: torch.dtype
     device: torch.device
-    sliding_windows: frozenset[int | None]
+    windows: frozenset[Window | None]
     max_query_len: int
     max_seq_len: int
 

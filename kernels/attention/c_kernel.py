@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from kernels.attention.base import AttentionInputs
+from kernels.attention.window import sliding_and_chunk
 from kernels.attention_metadata import AttentionMetadata
 from kernels.cpu.bindings import CAttentionCall
 from kernels.cpu.library import library, require
@@ -56,7 +57,7 @@ def paged_attention(inputs: AttentionInputs) -> torch.Tensor:
         head_dim,
         inputs.value_dim,
         block_size,
-        inputs.sliding_window or 0,
+        *sliding_and_chunk(inputs.window),
         query.dtype == torch.bfloat16,
         inputs.scale,
         inputs.softcap or 0.0,

@@ -10,6 +10,7 @@ from itertools import pairwise
 import torch
 
 from kernels.attention.base import AttentionInputs
+from kernels.attention.window import first_key
 
 
 def attention(inputs: AttentionInputs) -> torch.Tensor:
@@ -24,10 +25,9 @@ def attention(inputs: AttentionInputs) -> torch.Tensor:
         positions = torch.tensor(list(slots), device=output.device)  # [num_keys]
         rows = torch.tensor(list(slots.values()), device=output.device)
         query_positions = torch.arange(seq_len - (end - start), seq_len, device=output.device)
-        distance = query_positions[:, None] - positions[None, :]  # [num_queries, num_keys]
-        visible = distance >= 0
-        if inputs.sliding_window is not None:
-            visible &= distance < inputs.sliding_window
+        visible = positions[None, :] <= query_positions[:, None]  # [num_queries, num_keys]
+        first_keys = [first_key(inputs.window, position) for position in query_positions.tolist()]
+        visible &= positions[None, :] >= torch.tensor(first_keys, device=output.device)[:, None]
         if inputs.topk_slots is not None:
             visible &= (rows[None, :, None] == inputs.topk_slots[start:end, None, :]).any(dim=-1)
         keys, values = inputs.key_cache.flatten(0, 1)[rows], inputs.value_cache.flatten(0, 1)[rows]

@@ -16,7 +16,7 @@ LARGEST_HEAD_DIM = 256  # that every backend computes
 
 HALF = ("bfloat16", "float16")
 ANY = ("float32", *HALF)
-_ALL = ("softcap", "sinks", "latent", "batch_invariant", "large_heads")
+_ALL = ("softcap", "sinks", "latent", "chunks", "batch_invariant", "large_heads")
 _OF_CPU = ("sparse", "value_dims")
 
 
@@ -29,7 +29,7 @@ class BackendEntry:
         class_name: the subclass of `AttentionBackend`.
         devices: types of devices, as torch names them.
         dtypes: of queries and cache, as torch names them.
-        options: of AttentionInputs that it computes beside the sliding window: `softcap`, `sinks`, `latent`, and
+        options: of AttentionInputs that it computes beside sliding windows: `softcap`, `sinks`, `latent`, `chunks`, and
             `sparse`, which is `topk_slots`; `batch_invariant`: what a sequence gets has the same bits whatever the rest
             of the batch; `large_heads`: more than LARGEST_HEAD_DIM elements in a head, up to 512; and `value_dims`:
             values that have fewer elements than keys.

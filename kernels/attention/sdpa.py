@@ -15,17 +15,21 @@ from torch.nn.functional import scaled_dot_product_attention
 from kernels.attention.base import AttentionInputs
 from kernels.attention.sdpa_plan import QUERIES_PER_TILE, DecodeGroup, Prefill, SdpaPlan, make_plan
 from kernels.attention.softmax import softmax_attention
+from kernels.attention.window import Window, sliding_and_chunk
 from kernels.attention_metadata import AttentionMetadata
 
 __all__ = ["SdpaAttention"]
+
+
+_Plans = dict[tuple[int, Window | None], SdpaPlan]  # by block size and window
 
 
 class SdpaAttention:
     """Attention by torch's operators, for CPUs without a C compiler and for what the C kernel does not support."""
 
     def __init__(self) -> None:
-        # A step's layers share a plan unless they differ in their sliding window; it lives as long as the metadata.
-        self._plans: WeakKeyDictionary[AttentionMetadata, dict[tuple[int, int | None], SdpaPlan]] = WeakKeyDictionary()
+        # A step's layers share a plan unless they differ in their window; it lives as long as the metadata.
+        self._plans: WeakKeyDictionary[AttentionMetadata, _Plans] = WeakKeyDictionary()
         self._gathered = _GatherBuffers()
         self._masks = _BandMasks()
 
@@ -33,7 +37,7 @@ class SdpaAttention:
         """Compute `AttentionBackend.forward`."""
         query = inputs.query
         shape = (*query.shape[:2], inputs.value_dim)
-        plan = self._plan(inputs.metadata, inputs.block_size, inputs.sliding_window)
+        plan = self._plan(inputs.metadata, inputs.block_size, inputs.window)
         output = query.new_empty(shape) if plan.covers_all_rows else query.new_zeros(shape)
         for group in plan.decode_groups:
             keys, values = self._gathered.read(inputs, group.slots)
@@ -43,11 +47,11 @@ class SdpaAttention:
             self._prefill(inputs, keys, values, prefill, output)
         return output
 
-    def _plan(self, metadata: AttentionMetadata, block_size: int, sliding_window: int | None) -> SdpaPlan:
+    def _plan(self, metadata: AttentionMetadata, block_size: int, window: Window | None) -> SdpaPlan:
         plans = self._plans.setdefault(metadata, {})
-        if (block_size, sliding_window) not in plans:
-            plans[block_size, sliding_window] = make_plan(metadata, block_size, sliding_window)
-        return plans[block_size, sliding_window]
+        if (block_size, window) not in plans:
+            plans[block_size, window] = make_plan(metadata, block_size, window)
+        return plans[block_size, window]
 
     def _prefill(
         self,
@@ -62,7 +66,8 @@ class SdpaAttention:
             mask = None
             if not prefill.is_causal:
                 num_keys = tile.keys.stop - tile.keys.start
-                mask = self._masks.get(queries.shape[0], num_keys, inputs.sliding_window, queries.dtype)
+                sliding, _ = sliding_and_chunk(inputs.window)  # a tile's queries are in one chunk, as are its keys
+                mask = self._masks.get(queries.shape[0], num_keys, sliding or None, queries.dtype)
             output[tile.query_rows] = _attend_tile(inputs, queries, keys[tile.keys], values[tile.keys], mask)
 
 

@@ -4,8 +4,9 @@ The plan follows from the metadata alone, so it is made once a step and used by 
 tables and positions; it never sees a query, a key or a value.
 
 Decodes are gathered together by similar context length, because a short context beside a long one would be padded to
-its length. A longer query (a chunk of a prefill) is cut into tiles of queries. A tile sees a slice of its sequence's
-gathered keys, so little is computed that causality or a sliding window then masks.
+its length. A longer query (a chunk of a prefill) is cut into tiles of queries, which do not cross the borders of
+attention chunks. A tile sees a slice of its sequence's gathered keys, so little is computed that causality or a sliding
+window then masks.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.attention.window import Chunk, Window, first_key, most_keys
 from kernels.attention_metadata import AttentionMetadata
 
 QUERIES_PER_TILE = 256
@@ -76,27 +78,26 @@ class _Sequence:
         return self.seq_len - self.first_key
 
 
-def make_plan(metadata: AttentionMetadata, block_size: int, sliding_window: int | None) -> SdpaPlan:
-    """Divide the batch of `metadata` for layers with this block size (tokens) and sliding window (tokens)."""
-    sequences = list(_live_sequences(metadata, block_size, sliding_window))
+def make_plan(metadata: AttentionMetadata, block_size: int, window: Window | None) -> SdpaPlan:
+    """Divide the batch of `metadata` for layers with this block size (tokens) and window."""
+    sequences = list(_live_sequences(metadata, block_size, window))
     decodes = [sequence for sequence in sequences if sequence.query_len == 1]
     prefills = [sequence for sequence in sequences if sequence.query_len > 1]
     tables = metadata.block_tables.long()
     return SdpaPlan(
         tuple(_decode_group(group, tables, block_size) for group in _by_length(decodes)),
-        tuple(_prefill(sequence, tables, block_size, sliding_window) for sequence in prefills),
+        tuple(_prefill(sequence, tables, block_size, window) for sequence in prefills),
         sum(sequence.query_len for sequence in sequences) == metadata.slot_mapping.shape[0],
     )
 
 
-def _live_sequences(metadata: AttentionMetadata, block_size: int, sliding_window: int | None) -> Iterator[_Sequence]:
+def _live_sequences(metadata: AttentionMetadata, block_size: int, window: Window | None) -> Iterator[_Sequence]:
     bounds, tables = metadata.cu_seqlens_q.tolist(), metadata.block_tables
     for index, seq_len in enumerate(metadata.seq_lens.tolist()):
         query_len = bounds[index + 1] - bounds[index]
         is_padding = seq_len == 0 or int(tables[index, (seq_len - 1) // block_size]) < 0
         if query_len > 0 and not is_padding:
-            first_key = 0 if sliding_window is None else max(0, seq_len - query_len - sliding_window + 1)
-            yield _Sequence(index, bounds[index], query_len, seq_len, first_key)
+            yield _Sequence(index, bounds[index], query_len, seq_len, first_key(window, seq_len - query_len))
 
 
 def _by_length(decodes: list[_Sequence]) -> Iterator[list[_Sequence]]:
@@ -128,20 +129,29 @@ def _decode_group(group: list[_Sequence], tables: torch.Tensor, block_size: int)
     return DecodeGroup(query_rows, slots.view(-1), visible[:, None, None, :] if is_padded else None)
 
 
-def _prefill(sequence: _Sequence, tables: torch.Tensor, block_size: int, sliding_window: int | None) -> Prefill:
+def _prefill(sequence: _Sequence, tables: torch.Tensor, block_size: int, window: Window | None) -> Prefill:
     positions = torch.arange(sequence.first_key, sequence.seq_len)
     slots = tables[sequence.index][positions // block_size] * block_size + positions % block_size
-    window = sequence.seq_len if sliding_window is None else sliding_window
-    is_causal = sequence.query_len == sequence.seq_len <= window
+    is_causal = sequence.query_len == sequence.seq_len <= (sequence.seq_len if window is None else most_keys(window))
     rows_per_tile = sequence.query_len if is_causal else QUERIES_PER_TILE
-    starts = range(0, sequence.query_len, rows_per_tile)
-    return Prefill(slots, tuple(_tile(sequence, start, rows_per_tile, window) for start in starts), is_causal)
+    tiles = tuple(_tile(sequence, start, end, window) for start, end in _tile_bounds(sequence, rows_per_tile, window))
+    return Prefill(slots, tiles, is_causal)
 
 
-def _tile(sequence: _Sequence, start: int, num_rows: int, window: int) -> PrefillTile:
-    end = min(start + num_rows, sequence.query_len)
-    first_key = max(0, sequence.first_query + start - window + 1)
+def _tile_bounds(sequence: _Sequence, rows_per_tile: int, window: Window | None) -> Iterator[tuple[int, int]]:
+    """Yield the first and the end of each tile's queries, which are all in one attention chunk if there are chunks."""
+    start = 0
+    while start < sequence.query_len:
+        end = min(start + rows_per_tile, sequence.query_len)
+        if isinstance(window, Chunk):
+            end = min(end, first_key(window, sequence.first_query + start) + window.tokens - sequence.first_query)
+        yield start, end
+        start = end
+
+
+def _tile(sequence: _Sequence, start: int, end: int, window: Window | None) -> PrefillTile:
+    first = first_key(window, sequence.first_query + start)
     return PrefillTile(
         slice(sequence.first_row + start, sequence.first_row + end),
-        slice(first_key - sequence.first_key, sequence.first_query + end - sequence.first_key),
+        slice(first - sequence.first_key, sequence.first_query + end - sequence.first_key),
     )

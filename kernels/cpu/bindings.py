@@ -66,7 +66,7 @@ class CAttentionCall(ctypes.Structure):
     _fields_ = (
         *_fields(_POINTER, "output", "query", "key_cache", "value_cache", "cu_seqlens_q", "seq_lens", "block_tables"),
         *_fields(_INT32, "num_seqs", "max_blocks", "num_heads", "num_kv_heads", "head_dim", "value_dim"),
-        *_fields(_INT32, "block_size", "sliding_window", "is_bf16"),
+        *_fields(_INT32, "block_size", "sliding_window", "chunk", "is_bf16"),
         *_fields(_FLOAT, "scale", "softcap"),
     )
 
@@ -169,10 +169,11 @@ class CLayer(ctypes.Structure):
         *_fields(CWeight, "qkv", "output", "gate_up", "down", "own_gate", "own_projection"),
         *_fields(_POINTER, "input_norm", "post_attention_norm", "attention_output_norm", "mlp_output_norm"),
         *_fields(_POINTER, "experts_norm", "dense_output_norm", "experts_output_norm"),
-        *_fields(_POINTER, "own_output_norm", "query_norm", "key_norm", "rope", "experts", "latent", "recurrent"),
+        *_fields(_POINTER, "own_output_norm", "query_norm", "key_norm", "rope", "growth", "experts"),
+        *_fields(_POINTER, "latent", "recurrent"),
         *_fields(_INT32, "num_heads", "num_kv_heads", "head_dim", "gate_width", "hidden_size", "intermediate_size"),
         *_fields(_INT32, "own_width", "own_index"),
-        *_fields(_INT32, "sliding_window", "is_bf16", "norms_all_heads", "norms_values", "activation"),
+        *_fields(_INT32, "sliding_window", "chunk", "is_bf16", "norms_all_heads", "norms_values", "activation"),
         *_fields(_FLOAT, "eps", "scale", "softcap", "residual_multiplier", "output_scale", "own_output_scale"),
     )
 

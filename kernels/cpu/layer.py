@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from kernels.attention.window import Window, sliding_and_chunk
 from kernels.cpu.bindings import CLayer, CWeight
 from kernels.cpu.experts import PackedExperts
 from kernels.cpu.latent import LatentSizes, PackedLatent
@@ -55,7 +56,7 @@ class LayerShape:
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
-    sliding_window: int | None  # tokens; None: no window
+    window: Window | None  # None: queries see all keys
     norm_eps: float
     qkv_bias: bool
     output_bias: bool
@@ -88,6 +89,7 @@ class PackedLayer:
             there is only up.
         intermediate_size: features between gate_up and down, padded with zeros to whole panels.
         stores: whether the layer writes the keys and values that it reads.
+        window: of the layer's queries.
         latent: what is between ``qkv`` and ``output`` in latent attention.
         experts: which replace gate_up and down if they are set, or are beside them if ``intermediate_size`` is not 0.
         own_gate, own_projection: linear layers of the layer's own input; None: it has none.
@@ -98,7 +100,7 @@ class PackedLayer:
         heads, kv_heads, head_dim, hidden = shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.hidden_size
         self.intermediate_size = -(-shape.intermediate_size // LANES) * LANES
         gate_width, halves = heads * head_dim if shape.gates_attention else 0, 2 if shape.has_mlp_gate else 1
-        self.stores, self._has_mlp_gate = shape.stores, shape.has_mlp_gate
+        self.stores, self.window, self._has_mlp_gate = shape.stores, shape.window, shape.has_mlp_gate
         num_qkv = gate_width + (heads + 2 * kv_heads * shape.stores) * head_dim
         self.latent: PackedLatent | None = None
         value_dim = head_dim
@@ -114,6 +116,7 @@ class PackedLayer:
         self.experts: PackedExperts | None = None
         self.recurrent: PackedRecurrent | None = None
         self._norms: dict[NormName, torch.Tensor] = {}
+        sliding_window, chunk = sliding_and_chunk(shape.window)
         self.c_layer = CLayer(
             self.qkv.c_weight,
             self.output.c_weight,
@@ -127,7 +130,8 @@ class PackedLayer:
             gate_width=gate_width,
             hidden_size=hidden,
             intermediate_size=self.intermediate_size,
-            sliding_window=shape.sliding_window or 0,
+            sliding_window=sliding_window,
+            chunk=chunk,
             is_bf16=cache_dtype == torch.bfloat16,
             norms_all_heads=shape.norms_all_heads,
             norms_values=shape.norms_values,
@@ -210,6 +214,12 @@ class PackedLayer:
         assert table.is_contiguous()
         self._rope = table  # the structure has its address only
         self.c_layer.rope = table.data_ptr()
+
+    def set_growth(self, factors: torch.Tensor) -> None:
+        """Set the factors of queries at every position, float32 [length]; without them there are none."""
+        assert self.latent is None, "latents have their own"
+        self._growth = factors.float().contiguous()  # the structure has its address only
+        self.c_layer.growth = self._growth.data_ptr()
 
     def set_gate_up_weight(self, weight: torch.Tensor) -> None:
         """Set the weights of gate and up, one below the other: [2 * intermediate_size, hidden_size], unpadded."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
+from kernels.attention.window import Window
 from kernels.attention_metadata import AttentionMetadata
 from kernels.cpu.bindings import CLayerCache, CStep, address, pointers
 from kernels.cpu.layer import PackedLayer
@@ -31,7 +32,7 @@ class CpuStep:
         addend: like ``hidden``; if given, the halves write there what tensor-parallel ranks must sum and add. Layers
             with experts beside a dense feed-forward write [2, num_tokens, hidden_size].
         recurrent: the step's batch for layers with states.
-        windows: as ``metadata``, of the pages of sliding windows; layers with another window use those of ``metadata``.
+        windows: as ``metadata``, of the pages of windows; layers with another window use those of ``metadata``.
         own_inputs: float32 [num_layers, num_tokens, own_width], if layers have inputs of their own.
     """
 
@@ -44,15 +45,15 @@ class CpuStep:
         scratch: Scratch,
         addend: torch.Tensor | None = None,
         recurrent: RecurrentMetadata | None = None,
-        windows: Mapping[int, AttentionMetadata] | None = None,
+        windows: Mapping[Window, AttentionMetadata] | None = None,
         own_inputs: torch.Tensor | None = None,
     ) -> None:
         scratch.reserve(hidden.shape[0])
-        self._metadata = {0: metadata, **(windows or {})}  # by window, 0: none
+        self._metadata, self._windows = metadata, windows or {}
         assert hidden.is_contiguous()
         assert metadata.cu_seqlens_q.dtype == metadata.seq_lens.dtype == torch.int32
         assert positions.dtype == torch.int64
-        for paged in self._metadata.values():
+        for paged in (metadata, *self._windows.values()):
             assert paged.block_tables.is_contiguous()
             assert paged.block_tables.dtype == torch.int32
             assert paged.slot_mapping.dtype == torch.int64
@@ -83,7 +84,7 @@ class CpuStep:
 
     def paging(self, layer: PackedLayer) -> tuple[int | None, int]:
         """Return where the slots, if it stores, and the block tables of a layer's keys and values are."""
-        metadata = self._metadata.get(layer.c_layer.sliding_window, self._metadata[0])
+        metadata = self._metadata if layer.window is None else self._windows.get(layer.window, self._metadata)
         return metadata.slot_mapping.data_ptr() if layer.stores else None, metadata.block_tables.data_ptr()
 
 

@@ -133,7 +133,7 @@ def test_the_serving_cases_launch_every_kernel(heads: tuple[int, int, int], monk
         for window in case.windows:
             small = make_inputs([(query, min(seq, 1)) for query, seq in case.lengths], HeadShape(*heads, 16), CPU)
             metadata = replace(small.metadata, max_seq_len=max(seq_len for _, seq_len in case.lengths))
-            backend.TritonBackend().forward(replace(small, metadata=metadata, sliding_window=window))
+            backend.TritonBackend().forward(replace(small, metadata=metadata, window=window))
     assert launched == {"prefill_kernel", "plan_splits_kernel", "split_decode_kernel", "reduce_splits_kernel"}
 
 

@@ -23,6 +23,7 @@ from engine.sampling_params import SamplingParams
 from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput, StepTimes
 from engine.sequence import Sequence, SequenceGroup, SequenceStatus
 from engine.worker.runner import ComputedStep
+from kernels.attention.window import Window, first_key
 from tests.engine.shadow_model import VOCAB_SIZE, PrefixIds, candidates, next_token, num_candidates, token_logprob
 
 
@@ -133,7 +134,7 @@ class ShadowRunner:
                 slots[slot(sequence, position)] = chain[position]
         for sequence, count, chain in zip(output.sequences, output.num_new_tokens, chains, strict=True):
             start = sequence.num_computed_tokens
-            for position in range(max(0, start - window + 1), start + count):
+            for position in range(first_key(window, start), start + count):
                 held = slots.get(slot(sequence, position))
                 assert held == chain[position], f"{sequence.request_id} reads foreign KV of a window at {position}"
 
@@ -251,7 +252,7 @@ def make_engine(
     block_size: int = 4,
     max_model_len: int = 512,
     num_host_blocks: int = 0,
-    windows: tuple[tuple[int, int], ...] = (),
+    windows: tuple[tuple[Window, int], ...] = (),
     num_host_window_pages: tuple[int, ...] = (),
     num_slots: int = 0,
     num_host_slots: int = 0,

@@ -20,6 +20,7 @@ from kernels.attention.base import AttentionInputs, StepLimits
 from kernels.attention.indexer_inputs import IndexerInputs
 from kernels.attention.triton.backend import TritonBackend
 from kernels.attention.triton.indexer import topk_slots_triton
+from kernels.attention.window import Chunk, Window
 from kernels.attention_metadata import AttentionMetadata
 from kernels.cache.triton.store_kvcache import store_kvcache_triton
 from kernels.layer_ops.base import LatentCache, Rotation
@@ -49,7 +50,7 @@ def run_attention(
     dtype: torch.dtype,
     head_dim: int,
     group_size: int,
-    window: int | None,
+    window: Window | None,
     options: frozenset[str] = frozenset(),
     block_size: int = 16,
     num_kv_heads: int = 2,
@@ -126,7 +127,7 @@ VARIANTS = {
             "group_size": (1, 4, 8, 16),
             "options": (frozenset(), frozenset({"softcap"}), frozenset({"sinks"}), frozenset({"softcap", "sinks"})),
             "dtype": DTYPES,
-            "window": (None, 600),
+            "window": (None, 600, Chunk(600)),
             "block_size": (16, 256),
         },
     ),

@@ -34,9 +34,9 @@ def log(monkeypatch: pytest.MonkeyPatch) -> LaunchLog:
     return LaunchLog(monkeypatch)
 
 
-def run(lengths: list[tuple[int, int]], shape: Shape = SHAPE, sliding_window: int | None = None) -> Batch:
+def run(lengths: list[tuple[int, int]], shape: Shape = SHAPE, window: int | None = None) -> Batch:
     batch = make_batch(lengths, shape)
-    batch.run(TritonBackend(), sliding_window)
+    batch.run(TritonBackend(), window)
     key = torch.zeros(batch.query.shape[0], shape.num_kv_heads, shape.head_dim, dtype=shape.dtype)
     store_kvcache_triton(key, key, batch.key_cache, batch.value_cache, batch.metadata.slot_mapping)
     return batch
@@ -70,12 +70,12 @@ def test_a_slice_of_another_alignment_compiles_nothing(log: LaunchLog) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "sliding_window"), [(Shape(8, 2, 64, 32, torch.bfloat16), None), (SHAPE, 5), (Shape(8, 2, 64), None)]
+    ("shape", "window"), [(Shape(8, 2, 64, 32, torch.bfloat16), None), (SHAPE, 5), (Shape(8, 2, 64), None)]
 )
-def test_the_log_notices_what_compiles(log: LaunchLog, shape: Shape, sliding_window: int | None) -> None:
+def test_the_log_notices_what_compiles(log: LaunchLog, shape: Shape, window: int | None) -> None:
     run([(1, 20)])
     warmed = len(log.variants)
-    run([(1, 20)], shape, sliding_window)
+    run([(1, 20)], shape, window)
     assert len(log.variants) > warmed
 
 

@@ -1,10 +1,13 @@
-"""WindowPages: the pages of the layers with one sliding window, which are freed when no sequence can reach them.
+"""WindowPages: the pages of the layers with one window, which are freed when no sequence can reach them.
 
 A page holds what a block of the chain holds, for these layers only, and hangs on that block. So a sequence needs no
 second block table: its page for a position is that of its block. It holds the pages within reach of its next token:
 
     blocks of a sequence   [ 4 ][ 9 ][ 2 ][ 7 ][ 5 ]        the next token is in block 5
     their pages              -    -   [ 1 ][ 0 ][ 3 ]        the window reaches back to block 2
+
+A sliding window moves with each token. The reach of a chunk begins where the chunk does, so all of its pages are passed
+at once, and a sequence that begins a chunk reaches none.
 
 A page without users stays cached if its block is published, until another page is needed: a later prompt may resume
 after it. A match ends where all pages within reach are cached, on the device or in the store. Of the pages that a
@@ -26,6 +29,7 @@ from engine.kv.block_pool import Block
 from engine.kv.host.host_pool import HostPool
 from engine.kv.prefix_cache import PrefixMatch
 from engine.sequence import Sequence
+from kernels.attention.window import Window, first_key
 
 __all__ = ["NO_CHANGES", "PageChanges", "WindowPages"]
 
@@ -38,7 +42,7 @@ class WindowPages:
 
     Args:
         index: of the window among those of the model.
-        window: the tokens, its own included, that a token attends to.
+        window: which tokens a token attends to.
         num_pages: pages in the pool.
         block_size: tokens of a page.
         blocks: the blocks on which the pages hang.
@@ -52,7 +56,7 @@ class WindowPages:
     def __init__(
         self,
         index: int,
-        window: int,
+        window: Window,
         num_pages: int,
         block_size: int,
         blocks: GenericSequence[Block],
@@ -71,7 +75,7 @@ class WindowPages:
 
     def first_block(self, position: int) -> int:
         """Return the index of the first block within reach of the token at ``position``."""
-        return max(0, position - self.window + 1) // self._block_size
+        return first_key(self.window, position) // self._block_size
 
     # --- sequences ----------------------------------------------------------------------------------------------
 

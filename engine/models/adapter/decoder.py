@@ -217,7 +217,7 @@ class _Probe:
             raise ModelLoadError(f"{asked}its layers have an unexpected {' and '.join(sorted(unexpected))}")
         return AttentionShape(
             num_heads=num_heads.pop(),
-            sliding_windows=frozenset(call.sliding_window for call in self._calls),
+            windows=frozenset(call.sliding_window for call in self._calls),
         )
 
     def layer_caches(self) -> tuple[LayerCache, ...]:

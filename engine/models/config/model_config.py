@@ -35,6 +35,7 @@ from engine.models.config.values.divided import divided
 from engine.models.config.values.limits import read_count, require_integer
 from engine.models.config.values.rounded import rounded
 from engine.models.gguf.file import is_gguf
+from kernels.attention.window import Window
 from kernels.layer_ops.base import Activation
 
 __all__ = ["ModelConfig", "load_hf_config", "read_with_transformers"]
@@ -63,7 +64,7 @@ class ModelConfig(ModelShape):
         has_layer_scalars: each layer's output is multiplied by a number that the checkpoint stores.
         per_layer_width: elements of an embedding that each layer has of each token; 0: there is none.
         wide_layers: layers whose dense feed-forward has twice ``intermediate_size`` features.
-        sliding_windows: of each layer, in tokens; None: it attends to everything.
+        windows: of each layer; None: it attends to everything.
         mixers: what mixes the tokens of each layer.
         recurrent: the recurrent layers; None: there are none.
         latent: latent attention; None: a layer caches keys and values.
@@ -98,7 +99,7 @@ class ModelConfig(ModelShape):
     logits_softcap: float | None
     logits_divisor: float
     residual_multiplier: float
-    sliding_windows: tuple[int | None, ...]
+    windows: tuple[Window | None, ...]
     rope: RopeConfig
     experts: ExpertsShape | None = None  # None: every layer's feed-forward is dense
     mixers: tuple[Mixer, ...]
@@ -171,7 +172,7 @@ class ModelConfig(ModelShape):
     @property
     def attention(self) -> AttentionShape:
         """The attention layers."""
-        return AttentionShape(num_heads=self.num_heads, sliding_windows=frozenset(self.sliding_windows))
+        return AttentionShape(num_heads=self.num_heads, windows=frozenset(self.windows))
 
     @property
     def layer_caches(self) -> tuple[LayerCache, ...]:
@@ -186,7 +187,7 @@ class ModelConfig(ModelShape):
         mixer, caches = self.mixers[layer], list[LayerCache]()
         if mixer in ("attention", "both"):
             heads, source = self.kv_heads(layer), self.layer_heads.shared.get(layer)
-            own = KeyValue(heads.count, heads.dim, heads.dim, self.sliding_windows[layer])
+            own = KeyValue(heads.count, heads.dim, heads.dim, self.windows[layer])
             if self.latent is not None:
                 caches += self.latent.caches_of(layer)
             else:
@@ -294,7 +295,7 @@ class ModelConfig(ModelShape):
             norms=family.norms,
             recurrent_norms=family.recurrent_norms or family.norms,
             norms_add_one=family.norms_add_one,
-            sliding_windows=_sliding_windows(config, family),
+            windows=_sliding_windows(config, family),
             experts=None if family.experts is None else ExpertsShape.from_hf(config, family.experts),
             mixers=mixers,
             recurrent=read_recurrent(config, family) if set(mixers) & {"recurrent", "both"} else None,

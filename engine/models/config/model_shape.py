@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from engine.models.config.files.config_json import context_length
+from kernels.attention.window import Window
 
 __all__ = ["AttentionShape", "ModelShape", "attends_causally"]
 
@@ -27,7 +28,7 @@ class AttentionShape:
     """
 
     num_heads: int
-    sliding_windows: frozenset[int | None]  # of all layers, in tokens; None: the layer attends to everything
+    windows: frozenset[Window | None]  # of all layers; None: the layer attends to everything
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel, ops: LayerOps) -> None:
         super().__init__()
         self.cache, self.ops = config.first_cache(layer), ops
-        self.sliding_window = config.sliding_windows[layer]
+        self.window = config.windows[layer]
         self.scale, self.softcap = config.attention_scale, config.attention_softcap
         kv_heads = config.kv_heads(layer)
         self.stores = layer not in config.layer_heads.shared
@@ -49,13 +49,13 @@ class Attention(nn.Module):
     def forward(self, hidden: torch.Tensor, rotation: Rotation | None, context: ForwardContext) -> torch.Tensor:
         """Map ``hidden`` [num_tokens, hidden_size] to the same shape; first stores its keys and values."""
         key_cache, value_cache = context.kv_cache.layers[self.cache]
-        metadata = context.metadata_for(self.sliding_window)
+        metadata = context.metadata_for(self.window)
         cache = LayerCache(key_cache, value_cache, metadata.slot_mapping if self.stores else None)
         # All keys of the step are written before any is read: sequences of one step may share a block it fills.
         gate_and_qkv = self.qkv_proj(hidden)
         qkv = gate_and_qkv[:, self.gate_width :]
         query = self.ops.rotate_and_store(qkv, self.q_norm, self.k_norm, rotation, cache, self.value_eps)
-        inputs = AttentionInputs(query, key_cache, value_cache, metadata, self.scale, self.sliding_window, self.softcap)
+        inputs = AttentionInputs(query, key_cache, value_cache, metadata, self.scale, self.window, self.softcap)
         attended = context.backend.forward(inputs).flatten(1)
         if self.gate_width:
             attended = attended * torch.sigmoid(gate_and_qkv[:, : self.gate_width])

@@ -103,7 +103,7 @@ def _layer_shape(config: ModelConfig, index: int) -> LayerShape:
         head_dim=kv_heads.dim if latent is None else latent.cached_dim,
         stores=index not in config.layer_heads.shared,
         intermediate_size=config.intermediate_size_of(index) if config.has_dense(index) else 0,
-        sliding_window=config.sliding_windows[index],
+        window=config.windows[index],
         norm_eps=config.rms_norm_eps,
         qkv_bias=config.qkv_bias if latent is None else config.output_bias,
         output_bias=config.output_bias,

@@ -9,6 +9,7 @@ import torch
 
 from engine.kv.kv_cache import KVCache
 from kernels.attention.base import AttentionBackend
+from kernels.attention.window import Window
 from kernels.attention_metadata import AttentionMetadata
 from kernels.recurrent_metadata import RecurrentMetadata
 
@@ -32,7 +33,7 @@ class ForwardContext:
 
     Attributes:
         kv_cache: whose ``layers`` are the caches that the model declares, in that order.
-        windows: as ``metadata``, of the pages of each sliding window that has pages of its own.
+        windows: as ``metadata``, of the pages of each window that has pages of its own.
         recurrent: the step's batch for layers with states; None if the model has none.
         choice: of layers with sparse attention.
     """
@@ -40,10 +41,10 @@ class ForwardContext:
     backend: AttentionBackend
     metadata: AttentionMetadata
     kv_cache: KVCache
-    windows: Mapping[int, AttentionMetadata] = field(default_factory=dict)
+    windows: Mapping[Window, AttentionMetadata] = field(default_factory=dict)
     recurrent: RecurrentMetadata | None = None
     choice: SparseChoice = field(default_factory=SparseChoice)
 
-    def metadata_for(self, window: int | None) -> AttentionMetadata:
+    def metadata_for(self, window: Window | None) -> AttentionMetadata:
         """Return the step's metadata for layers with this window, whose pages may be those of all layers."""
         return self.metadata if window is None else self.windows.get(window, self.metadata)

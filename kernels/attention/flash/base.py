@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 
 from kernels.attention.base import AttentionBackend, AttentionInputs
 from kernels.attention.step_cache import StepCache
+from kernels.attention.window import Chunk, most_keys
 from kernels.attention_metadata import AttentionMetadata
 
 __all__ = ["FlashBackend", "Part", "scoring_options"]
@@ -47,6 +48,7 @@ class FlashBackend(AttentionBackend):
 
     def forward(self, inputs: AttentionInputs) -> torch.Tensor:
         assert inputs.sinks is None
+        assert not isinstance(inputs.window, Chunk)
         block_size = inputs.block_size
         parts = self._parts.get(inputs.metadata, None, lambda: _parts(inputs.metadata, inputs.query, block_size))
         if not parts:
@@ -64,7 +66,7 @@ def scoring_options(inputs: AttentionInputs) -> dict[str, Any]:
     return {
         "softmax_scale": inputs.scale,
         "causal": True,
-        "window_size": (-1, -1) if inputs.sliding_window is None else (inputs.sliding_window - 1, 0),  # inclusive
+        "window_size": (-1, -1) if inputs.window is None else (most_keys(inputs.window) - 1, 0),  # inclusive
         "softcap": inputs.softcap or 0.0,
     }
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["METADATA", "add_sink", "attend_to_range", "first_key_of_window", "reload_rows"]
+__all__ = ["METADATA", "add_sink", "attend_to_range", "first_tile", "reload_rows"]
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -31,11 +31,16 @@ METADATA = ["cu_seqlens_q", "seq_lens", "block_tables"]
 
 
 @triton.jit
-def first_key_of_window(position, WINDOW: tl.constexpr, TILE: tl.constexpr):
-    """Return the start of the tile with the first key that the query at `position` sees; WINDOW 0: no window."""
+def first_tile(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr):
+    """Return the start of the tile with the first key that the query at `position` sees.
+
+    WINDOW and CHUNK are the tokens of a sliding window and of a chunk; 0: there is none.
+    """
     first_key = 0
     if WINDOW > 0:
         first_key = tl.maximum(position - WINDOW + 1, 0) // TILE * TILE
+    if CHUNK > 0:
+        first_key = tl.maximum(position, 0) // CHUNK * CHUNK // TILE * TILE
     return first_key
 
 
@@ -77,6 +82,7 @@ def attend_to_range(
     scale,
     softcap,  # or None
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
@@ -114,6 +120,8 @@ def attend_to_range(
         visible = distance >= 0
         if WINDOW > 0:
             visible = visible & (distance < WINDOW)
+        if CHUNK > 0:
+            visible = visible & (distance <= (query_position % CHUNK)[:, None])
         scores = tl.where(visible, scores, float("-inf"))
 
         new_max = tl.maximum(row_max, tl.max(scores, axis=1))

@@ -19,6 +19,7 @@ from kernels.attention.triton.decode import plan_splits_kernel, reduce_splits_ke
 from kernels.attention.triton.layer_shape import KEYS_PER_SPLIT, MAX_SPLITS, LayerShape, heads_per_tile, most_splits
 from kernels.attention.triton.prefill import prefill_kernel
 from kernels.attention.triton.sparse import sparse_attention_triton
+from kernels.attention.window import Window, sliding_and_chunk
 from kernels.attention_metadata import AttentionMetadata
 
 __all__ = ["TritonBackend"]
@@ -49,7 +50,7 @@ class TritonBackend(AttentionBackend):
     default_block_size: ClassVar[int] = 16
 
     def __init__(self) -> None:
-        self._plans: StepCache[int | None, _SplitPlan] = StepCache()
+        self._plans: StepCache[Window | None, _SplitPlan] = StepCache()
 
     @classmethod
     def why_unusable(cls, device: torch.device) -> str | None:
@@ -77,7 +78,7 @@ class TritonBackend(AttentionBackend):
         output = inputs.query.new_empty(*inputs.query.shape[:2], inputs.value_dim)
         metadata, layer = inputs.metadata, _layer_shape(inputs)
         if metadata.num_decodes:
-            plan = self._plans.get(metadata, layer.sliding_window, lambda: _plan_splits(metadata, layer))
+            plan = self._plans.get(metadata, layer.window, lambda: _plan_splits(metadata, layer))
             _launch_decodes(output, inputs, layer, plan)
         if metadata.num_decodes < metadata.num_seqs:
             _launch_prefills(output, inputs, layer)
@@ -97,7 +98,7 @@ def _layer_shape(inputs: AttentionInputs) -> LayerShape:
             num_kv_heads=inputs.num_heads // heads,
             head_dim=inputs.value_dim,
             element_size=inputs.query.element_size(),
-            sliding_window=inputs.sliding_window,
+            window=inputs.window,
             rope_dim=inputs.head_dim - inputs.value_dim,
         )
     return LayerShape(
@@ -105,18 +106,23 @@ def _layer_shape(inputs: AttentionInputs) -> LayerShape:
         num_kv_heads=inputs.num_kv_heads,
         head_dim=inputs.head_dim,
         element_size=inputs.query.element_size(),
-        sliding_window=inputs.sliding_window,
+        window=inputs.window,
     )
 
 
 def _split_constants(layer: LayerShape) -> dict[str, int]:
     """Return the compile-time arguments that divide a context."""
     return {
-        "WINDOW": layer.sliding_window or 0,
+        **_window_constants(layer),
         "TILE": layer.keys_per_tile,
         "KEYS_PER_SPLIT": KEYS_PER_SPLIT,
         "MAX_SPLITS": MAX_SPLITS,
     }
+
+
+def _window_constants(layer: LayerShape) -> dict[str, int]:
+    """Return the compile-time arguments that say which keys a query sees."""
+    return dict(zip(("WINDOW", "CHUNK"), sliding_and_chunk(layer.window), strict=True))
 
 
 def _tile_constants(inputs: AttentionInputs, layer: LayerShape) -> dict[str, int]:
@@ -239,7 +245,7 @@ def _launch_prefills(output: torch.Tensor, inputs: AttentionInputs, layer: Layer
         *_cache_strides(inputs),
         metadata.block_tables.stride(0),
         **_tile_constants(inputs, layer),
-        WINDOW=layer.sliding_window or 0,
+        **_window_constants(layer),
         TILE=layer.keys_per_tile,
         ROWS=rows,
         num_warps=layer.prefill_warps,

@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.attention.triton.attend import METADATA, add_sink, attend_to_range, first_key_of_window, reload_rows
+from kernels.attention.triton.attend import METADATA, add_sink, attend_to_range, first_tile, reload_rows
 
 __all__ = ["plan_splits_kernel", "reduce_splits_kernel", "split_decode_kernel"]
 
@@ -36,6 +36,7 @@ def plan_splits_kernel(
     seq_lens,
     num_seqs,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     TILE: tl.constexpr,
     KEYS_PER_SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
@@ -48,7 +49,7 @@ def plan_splits_kernel(
         sequence = start + tl.arange(0, NUM_LANES)
         is_sequence = sequence < num_seqs
         seq_len = tl.load(seq_lens + sequence, mask=is_sequence, other=0)
-        num_keys = seq_len - first_key_of_window(seq_len - 1, WINDOW, TILE)
+        num_keys = seq_len - first_tile(seq_len - 1, WINDOW, CHUNK, TILE)
         num_splits = tl.maximum(tl.cdiv(num_keys, _keys_per_split(num_keys, TILE, KEYS_PER_SPLIT, MAX_SPLITS)), 1)
         num_splits = tl.where(is_sequence, num_splits, 0)
         first = num_before + tl.cumsum(num_splits, axis=0) - num_splits
@@ -100,6 +101,7 @@ def split_decode_kernel(
     table_stride,
     GROUP_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
@@ -132,7 +134,7 @@ def split_decode_kernel(
             rope_mask = is_head[:, None] & (rope_dim[None, :] < ROPE_DIM)
             rope_queries = tl.load(rope_query + rope_dim[None, :], mask=rope_mask, other=0.0)
 
-        first_key = first_key_of_window(seq_len - 1, WINDOW, TILE)
+        first_key = first_tile(seq_len - 1, WINDOW, CHUNK, TILE)
         num_keys = _keys_per_split(seq_len - first_key, TILE, KEYS_PER_SPLIT, MAX_SPLITS)
         first_key += (item - first) * num_keys
         attended, row_max, row_sum = attend_to_range(
@@ -148,6 +150,7 @@ def split_decode_kernel(
             scale,
             softcap,
             WINDOW,
+            CHUNK,
             BLOCK_SIZE,
             HEAD_DIM,
             DIM_PADDED,

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kernels.attention.window import Window, most_keys
+
 __all__ = ["KEYS_PER_SPLIT", "MAX_SPLITS", "LayerShape", "heads_per_tile", "most_splits"]
 
 KEYS_PER_SPLIT = 256  # of a decode's context, at least: below this the reduction costs more than a program saves
@@ -25,7 +27,7 @@ class LayerShape:
     Attributes:
         group_size: query heads that share a KV head.
         element_size: bytes of an element of queries and keys.
-        sliding_window: tokens; None: no window.
+        window: None: queries see all keys.
         rope_dim: of latents, elements of a key after those that are its value, which are ``head_dim``; 0: no layer has
             latents. With latents ``group_size`` query heads are a tile, and ``num_kv_heads`` counts these tiles.
     """
@@ -34,7 +36,7 @@ class LayerShape:
     num_kv_heads: int
     head_dim: int
     element_size: int
-    sliding_window: int | None
+    window: Window | None
     rope_dim: int = 0
 
     @property
@@ -61,8 +63,8 @@ class LayerShape:
     def prefill_rows(self) -> int:
         """Rows of a tile with several queries."""
         is_odd_group = self.group_size & (self.group_size - 1) > 0
-        if self.rope_dim and self.dim_padded > 256 and is_odd_group:
-            return self.decode_rows  # with more, ptxas spills a register for sm_100
+        if self.dim_padded > 256 and (is_odd_group if self.rope_dim else self.element_size == 4):
+            return self.decode_rows  # with more, ptxas spills registers for sm_100
         # Products of float32, without tensor cores, need the most registers, and so do long latents.
         needs_most = self.element_size == 4 or (self.rope_dim > 0 and self.dim_padded > 256)
         largest = 32 if needs_most else _MAX_ROWS if self.dim_padded <= 128 else 64
@@ -83,8 +85,8 @@ def heads_per_tile(num_heads: int) -> int:
 def most_splits(layer: LayerShape, max_seq_len: int) -> int:
     """Return into how many splits a context of at most `max_seq_len` tokens can be divided."""
     span = max_seq_len
-    if layer.sliding_window is not None:
-        span = min(span, layer.sliding_window + layer.keys_per_tile)  # the first tile may begin before the window
+    if layer.window is not None:
+        span = min(span, most_keys(layer.window) + layer.keys_per_tile)  # the first tile may begin before the window
     return max(1, min(MAX_SPLITS, -(-span // KEYS_PER_SPLIT)))
 
 

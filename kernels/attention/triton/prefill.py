@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.attention.triton.attend import METADATA, add_sink, attend_to_range, first_key_of_window, reload_rows
+from kernels.attention.triton.attend import METADATA, add_sink, attend_to_range, first_tile, reload_rows
 
 __all__ = ["prefill_kernel"]
 
@@ -58,6 +58,7 @@ def prefill_kernel(
     table_stride,
     GROUP_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
+    CHUNK: tl.constexpr,  # 0: none
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
@@ -98,7 +99,7 @@ def prefill_kernel(
             rope_queries = tl.load(rope_query, mask=rope_mask, other=0.0)
 
         context_len = seq_len - query_len  # before this step
-        first_key = first_key_of_window(context_len + first_query, WINDOW, TILE)
+        first_key = first_tile(context_len + first_query, WINDOW, CHUNK, TILE)
         end_key = tl.minimum(context_len + first_query + QUERIES_PER_TILE, seq_len)
         attended, row_max, row_sum = attend_to_range(
             queries,
@@ -113,6 +114,7 @@ def prefill_kernel(
             scale,
             softcap,
             WINDOW,
+            CHUNK,
             BLOCK_SIZE,
             HEAD_DIM,
             DIM_PADDED,

@@ -12,6 +12,7 @@ from engine.kv.layer_cache import (
     windows_of,
     without_windows,
 )
+from kernels.attention.window import Chunk
 
 
 def test_keys_and_values_count_for_every_head_of_every_layer() -> None:
@@ -38,6 +39,10 @@ def test_a_layer_that_shares_takes_no_memory_whatever_it_shares() -> None:
     own = [KeyValue(2, 8, 8, window=4), KeyValue(1, 16, 16), State(((4, 3),))]
     layers = [*own, SharedWith(0), SharedWith(1)]
     assert windows_of(layers) == windows_of(own) == (4,)
+    chunks = [KeyValue(2, 8, 8, window) for window in (Chunk(4), 9, Chunk(3), 4)]
+    assert windows_of([*layers, *chunks]) == (4, 9, Chunk(3), Chunk(4))
+    assert bytes_per_token([*layers, *chunks], element_size=2, window=Chunk(4)) == 2 * 2 * 16
+    assert without_windows(chunks) == (KeyValue(2, 8, 8),) * 4
     assert [bytes_per_token(layers, 2, window) for window in (None, 4)] == [2 * 32, 2 * 32]
     assert bytes_per_state(layers) == bytes_per_state(own)
     assert without_windows(layers) == (KeyValue(2, 8, 8), *layers[1:])

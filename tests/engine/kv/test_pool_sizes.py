@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from engine.kv.layer_cache import KeyValue, Latent, LayerCache, State
 from engine.kv.pool_sizes import PageSizes, PoolSizes, pages_in_reach, smallest, snapshots_left
+from kernels.attention.window import Chunk
 
 FULL, WINDOW, STATE = KeyValue(2, 8, 8), KeyValue(2, 8, 8, window=32), State(((4, 4), (16,)))
 LIMITS = {"max_num_seqs": 100, "max_step_tokens": 64}
@@ -21,6 +22,14 @@ def sizes_of(*layers: LayerCache) -> PageSizes:
 def test_the_next_token_reaches_so_many_pages_at_most(window: int, pages: int) -> None:
     assert max(position // 16 - max(0, position - window + 1) // 16 + 1 for position in range(200)) == pages
     assert pages_in_reach(window, 16) == pages
+
+
+@pytest.mark.parametrize(
+    ("tokens", "pages"), [(1, 1), (2, 1), (16, 1), (17, 2), (18, 2), (24, 2), (31, 3), (32, 2), (40, 3), (48, 3)]
+)
+def test_the_next_token_reaches_the_pages_of_its_chunk_at_most(tokens: int, pages: int) -> None:
+    assert max(position // 16 - position // tokens * tokens // 16 + 1 for position in range(2000)) == pages
+    assert pages_in_reach(Chunk(tokens), 16) == pages
 
 
 def test_each_kind_has_its_page_size() -> None:

@@ -13,6 +13,7 @@ from engine.errors import PromptTooLongError
 from engine.kv.page_maps import HostPageMap, PageMap
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
+from kernels.attention.window import Chunk
 from tests.engine.shadow import ShadowRunner, make_engine, run_all_to_end, run_to_end
 
 SIZE, WINDOW = 4, 8
@@ -133,6 +134,49 @@ def test_where_prompts_part_the_second_one_leaves_pages_on_the_host_for_the_thir
         resumed.append(ask(engine, str(user), [*system, *range(user, user + 13)]))
         ask(engine, f"other {user}", [user, *range(5, 63)])
     assert resumed == [0, 0, 24]
+
+
+def test_a_decode_holds_the_pages_of_its_chunk_alone() -> None:
+    engine, _ = make(windows=((Chunk(12), 40),), enable_prefix_caching=False)
+    engine.add_request(EngineRequest("long", list(range(10)), SamplingParams(temperature=0, max_tokens=90)))
+    (window,) = engine.block_manager.windows
+    while engine.has_unfinished:
+        engine.step()
+        for sequence in engine.scheduler.running:
+            computed = sequence.num_computed_tokens
+            assert window.pages.counts().used == -(-computed // SIZE) - (computed - 1) // 12 * 3
+
+
+def test_a_match_needs_only_the_pages_since_the_chunk_of_the_next_token_began() -> None:
+    engine, _ = make(windows=((Chunk(12), 40),))
+    prompt = list(range(40))
+    ask(engine, "first", prompt)
+    sequence = engine.add_request(EngineRequest("probe", prompt, SamplingParams(max_tokens=1))).sequences[0]
+    engine.abort("probe")
+    match = engine.block_manager.prefix_cache.match(sequence)
+    (window,) = engine.block_manager.windows
+    for block in match.blocks[:9]:  # token 39 is in the chunk from 36 on, which is block 9
+        window.attached.detach(block.block_id)
+    assert window.num_resumable(match, 10, 39) == 10
+    window.attached.detach(match.blocks[9].block_id)
+    assert window.num_resumable(match, 10, 39) == 9  # the chunk from 36 on begins without any
+    assert window.num_resumable(match, 8, 39) == 6  # and so does that from 24 on
+    assert ask(engine, "again", prompt) == 36
+
+
+def test_pages_of_a_chunk_that_begins_within_a_block() -> None:
+    engine, _ = make(windows=((Chunk(10), 40),))
+    prompt = list(range(40))
+    ask(engine, "first", prompt)
+    (window,) = engine.block_manager.windows
+    sequence = engine.add_request(EngineRequest("probe", prompt, SamplingParams(max_tokens=1))).sequences[0]
+    engine.abort("probe")
+    match = engine.block_manager.prefix_cache.match(sequence)
+    for block in match.blocks[:7]:  # token 39 is in the chunk from 30 on, which begins in block 7
+        window.attached.detach(block.block_id)
+    assert window.num_resumable(match, 10, 39) == 10
+    window.attached.detach(match.blocks[7].block_id)
+    assert window.num_resumable(match, 10, 39) == 5  # only that from 20 on begins with a block
 
 
 def test_maps_turn_blocks_into_pages() -> None:

@@ -43,7 +43,7 @@ def test_published_phi_models_are_computed_by_our_own_decoder(
         shape = read(tmp_path, published)
     assert isinstance(shape, ModelConfig)
     assert f"The code of '{tmp_path}' (auto_map) is not run: Phi3ForCausalLM is computed without it" in caplog.text
-    assert shape.sliding_windows == (window,) * 32
+    assert shape.windows == (window,) * 32
     assert (shape.rope.rotary_dim or shape.head_dim, shape.head_dim) == (
         rotary_dim,
         3072 // published["num_attention_heads"],

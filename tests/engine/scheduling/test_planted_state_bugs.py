@@ -15,6 +15,7 @@ from engine.kv.prefix_cache import PrefixMatch
 from engine.scheduling import preemption
 from engine.scheduling.drafter import Drafter
 from engine.sequence import Sequence
+from kernels.attention.window import Chunk, Window, first_key, most_keys
 from tests.engine.scheduling.planted_bugs import Plant, assert_found
 
 FOREIGN = "continues a foreign state|reads foreign KV|published with foreign content"
@@ -104,13 +105,25 @@ WINDOWS = {"windows": ((5, 60), (8, 60)), "num_host_blocks": 0, "twins_share": F
 FOREIGN_PAGE = "of a window|page|KeyError"
 
 
-def test_a_page_that_is_freed_one_block_early_is_detected() -> None:
+@pytest.mark.parametrize("windows", [((5, 60), (8, 60)), ((Chunk(5), 60), (Chunk(16), 60))], ids=str)
+def test_a_page_that_is_freed_one_block_early_is_detected(windows: tuple[tuple[Window, int], ...]) -> None:
     first_block = WindowPages.first_block
 
     def one_later(window: WindowPages, position: int) -> int:
-        return first_block(window, position) + (position >= window.window)
+        return first_block(window, position) + (position >= most_keys(window.window))
 
-    assert_found(lambda patch: patch.setattr(WindowPages, "first_block", one_later), FOREIGN_PAGE, **WINDOWS)
+    options = WINDOWS | {"windows": windows}
+    assert_found(lambda patch: patch.setattr(WindowPages, "first_block", one_later), FOREIGN_PAGE, **options)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("change", [-1, 1])
+def test_chunks_that_begin_elsewhere_are_detected(change: int) -> None:
+    def elsewhere(window: WindowPages, position: int) -> int:
+        return first_key(Chunk(most_keys(window.window) + change), position) // window._block_size
+
+    options = WINDOWS | {"windows": ((Chunk(8), 60),)}
+    assert_found(lambda patch: patch.setattr(WindowPages, "first_block", elsewhere), FOREIGN_PAGE, **options)
 
 
 def test_a_match_without_the_pages_within_reach_is_detected() -> None:

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from engine.kv.pool_sizes import pages_in_reach
+from kernels.attention.window import Chunk
 from tests.engine.random_load import drive, drive_seeds
 from tests.engine.random_requests import random_options
 
@@ -52,12 +53,13 @@ LEAST_OF_ALL_KINDS = {
 
 
 def window_options(seed: int) -> dict[str, object]:
-    """Draw one or two windows with few pages: enough for a step and for what one to four sequences reach."""
+    """Draw one or two windows or chunks with few pages: enough for a step and for what one to four sequences reach."""
     options, rng = random_options(random.Random(seed)), random.Random(-seed)
     size, budget, num_blocks = (
         int(str(options[key])) for key in ("block_size", "max_num_batched_tokens", "num_blocks")
     )
-    windows = sorted(rng.sample([1, 2, 3, 5, 8, 13, 20], rng.choice([1, 1, 2])))
+    chunks = [Chunk(tokens) for tokens in (1, 3, 4, 8, 13, 24)]
+    windows = rng.sample([1, 2, 3, 5, 8, 13, 20, *chunks], rng.choice([1, 1, 2]))
     pages = [rng.choice([1, 2, 4]) * pages_in_reach(window, size) * 4 + -(-budget // size) for window in windows]
     counts = [min(num_blocks, count) for count in pages]
     return {"windows": tuple(zip(windows, counts, strict=True)), "num_host_blocks": 0, "twins_share": False}

@@ -13,6 +13,7 @@ import torch
 
 from kernels.attention import reference
 from kernels.attention.base import AttentionBackend, AttentionInputs
+from kernels.attention.window import Chunk, Window, first_key
 from kernels.attention_metadata import AttentionMetadata, leading_decodes
 
 TOLERANCES = {  # (absolute, relative), against the float64 reference of the same inputs
@@ -33,7 +34,7 @@ BATCHES = {  # (query_len, seq_len) of each sequence
     "padded mixed": [(1, 20), PADDING, (4, 10), PADDING],
     "padding alone": [PADDING, PADDING],
 }
-WINDOWS = [None, 1, 5, 100]
+WINDOWS: list[Window | None] = [None, 1, 5, 100, Chunk(1), Chunk(6), Chunk(32)]
 OPTIONS = [("softcap",), ("sinks",), ("softcap", "sinks")]
 
 
@@ -59,7 +60,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Batch:
-    """One layer's paged cache and queries, for any sliding window."""
+    """One layer's paged cache and queries, for any window."""
 
     query: torch.Tensor
     key_cache: torch.Tensor
@@ -70,19 +71,19 @@ class Batch:
     def scale(self) -> float:
         return 1.5 / math.sqrt(self.query.shape[-1])  # not the default of torch or flash-attn
 
-    def inputs(self, sliding_window: int | None = None, *options: str) -> AttentionInputs:
+    def inputs(self, window: Window | None = None, *options: str) -> AttentionInputs:
         """Return a layer's inputs, with the options of registry.py that are named."""
-        layer = AttentionInputs(self.query, self.key_cache, self.value_cache, self.metadata, self.scale, sliding_window)
+        layer = AttentionInputs(self.query, self.key_cache, self.value_cache, self.metadata, self.scale, window)
         sinks = torch.linspace(-1.0, 3.0, self.query.shape[1], device=self.query.device)
         return replace(
             layer, softcap=1.3 if "softcap" in options else None, sinks=sinks if "sinks" in options else None
         )
 
-    def run(self, backend: AttentionBackend, sliding_window: int | None = None, *options: str) -> torch.Tensor:
-        return backend.forward(self.inputs(sliding_window, *options))
+    def run(self, backend: AttentionBackend, window: Window | None = None, *options: str) -> torch.Tensor:
+        return backend.forward(self.inputs(window, *options))
 
-    def expected(self, sliding_window: int | None = None, *options: str) -> torch.Tensor:
-        return reference.attention(self.inputs(sliding_window, *options))
+    def expected(self, window: Window | None = None, *options: str) -> torch.Tensor:
+        return reference.attention(self.inputs(window, *options))
 
     def one_sequence(self, index: int) -> Batch:
         """Return the batch of this sequence alone, in the same cache."""
@@ -143,13 +144,13 @@ def with_padding_of_length_one(batch: Batch) -> Batch:
     return replace(batch, metadata=replace(batch.metadata, seq_lens=batch.metadata.seq_lens.clamp(min=1)))
 
 
-def without_blocks_before(batch: Batch, sliding_window: int) -> Batch:
+def without_blocks_before(batch: Batch, window: Window) -> Batch:
     """Return the batch as an engine leaves it that frees blocks no query's window reaches: NaN, and -1 in the table."""
     block_size = batch.key_cache.shape[1]
     tables, key_cache = batch.metadata.block_tables.clone(), batch.key_cache.clone()
     query_lens = batch.metadata.cu_seqlens_q.diff()
     for table, seq_len, query_len in zip(tables, batch.metadata.seq_lens, query_lens, strict=True):
-        num_freed = max(0, int(seq_len - query_len) - sliding_window + 1) // block_size
+        num_freed = first_key(window, int(seq_len - query_len)) // block_size
         key_cache[table[:num_freed].long()] = math.nan
         table[:num_freed] = -1
     return replace(batch, key_cache=key_cache, metadata=replace(batch.metadata, block_tables=tables))

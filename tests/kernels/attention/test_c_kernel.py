@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.attention.c_kernel import is_supported, paged_attention
+from kernels.attention.window import Chunk, Window
 from kernels.cpu.library import library, set_num_threads
 from tests.kernels.attention.paged_batches import (
     PADDING,
@@ -41,8 +42,8 @@ def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
     set_num_threads(1)
 
 
-def run(batch: Batch, sliding_window: int | None = None) -> torch.Tensor:
-    return paged_attention(batch.inputs(sliding_window))
+def run(batch: Batch, window: Window | None = None) -> torch.Tensor:
+    return paged_attention(batch.inputs(window))
 
 
 @each_pair(head_dim=[16, 32, 64, 80, 128, 256, 512], group_size=[1, 2, 3, 4, 5, 8, 9], dtype=DTYPES)
@@ -51,10 +52,14 @@ def test_head_dims_and_groups(head_dim: int, group_size: int, dtype: torch.dtype
     assert_matches(run(batch), batch.expected())
 
 
-@each_pair(sliding_window=[None, 1, 15, 64, 1000], block_size=[1, 7, 16, 256], dtype=DTYPES)
-def test_block_sizes_and_windows(sliding_window: int | None, block_size: int, dtype: torch.dtype) -> None:
+@each_pair(
+    window=[None, 1, 15, 64, 1000, Chunk(1), Chunk(24), Chunk(64), Chunk(1000)],
+    block_size=[1, 7, 16, 256],
+    dtype=DTYPES,
+)
+def test_block_sizes_and_windows(window: Window | None, block_size: int, dtype: torch.dtype) -> None:
     batch = make_batch(MIXED, Shape(4, 2, 48, block_size, dtype))
-    assert_matches(run(batch, sliding_window), batch.expected(sliding_window))
+    assert_matches(run(batch, window), batch.expected(window))
 
 
 @pytest.mark.parametrize("query_len", [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17])
@@ -63,22 +68,22 @@ def test_few_queries_over_a_context(query_len: int) -> None:
     assert_matches(run(batch), batch.expected())
 
 
-@each_pair(indirect=["num_threads"], num_threads=NUM_THREADS, sliding_window=[None, 300], dtype=DTYPES)
-def test_spans_of_long_contexts_are_merged(num_threads: int, sliding_window: int | None, dtype: torch.dtype) -> None:
+@each_pair(indirect=["num_threads"], num_threads=NUM_THREADS, window=[None, 300, Chunk(600)], dtype=DTYPES)
+def test_spans_of_long_contexts_are_merged(num_threads: int, window: Window | None, dtype: torch.dtype) -> None:
     batch = make_batch(LONG, Shape(4, 2, 128, dtype=dtype))
-    assert_matches(run(batch, sliding_window), batch.expected(sliding_window))
+    assert_matches(run(batch, window), batch.expected(window))
 
 
 @each_pair(
     indirect=["num_threads"],
     num_threads=NUM_THREADS,
     query_len=[1, 3],
-    sliding_window=[None, 40, 300, 2000],
+    window=[None, 40, 300, 2000, Chunk(250)],
     block_size=[1, 7, 16, 256],
     dtype=DTYPES,
 )
 def test_sequences_that_begin_with_the_same_blocks(
-    num_threads: int, query_len: int, sliding_window: int | None, block_size: int, dtype: torch.dtype
+    num_threads: int, query_len: int, window: Window | None, block_size: int, dtype: torch.dtype
 ) -> None:
     lengths = [(query_len, seq_len) for seq_len in (700, 512, 901, 300, 257, 640)] + [(1, 520), (1, 512)]
     batch = make_batch(lengths, Shape(num_heads=4, num_kv_heads=2, head_dim=32, block_size=block_size, dtype=dtype))
@@ -86,7 +91,7 @@ def test_sequences_that_begin_with_the_same_blocks(
     for sequence, num_keys in ((1, 512), (2, 600), (4, 257), (5, 600), (6, 512), (7, 512)):  # the fourth is alone
         tables[sequence, : num_keys // block_size] = tables[0, : num_keys // block_size]
     batch = replace(batch, metadata=replace(batch.metadata, block_tables=tables))
-    assert_matches(run(batch, sliding_window), batch.expected(sliding_window))
+    assert_matches(run(batch, window), batch.expected(window))
 
 
 @each_pair(
@@ -133,12 +138,12 @@ def test_padding_of_one_token_yields_zeros() -> None:
     assert not output[[0, 2]].any()
 
 
-@pytest.mark.parametrize("sliding_window", [1, 70, 150])
-def test_blocks_before_the_window_are_never_read(sliding_window: int) -> None:
+@pytest.mark.parametrize("window", [1, 70, 150, Chunk(50), Chunk(100)])
+def test_blocks_before_the_window_are_never_read(window: Window) -> None:
     whole = make_batch([(1, 400), (3, 500), (90, 300)], Shape(4, 2, 64, 7, torch.bfloat16))
-    freed = without_blocks_before(whole, sliding_window)
+    freed = without_blocks_before(whole, window)
     assert (freed.metadata.block_tables != whole.metadata.block_tables).any()
-    assert_matches(run(freed, sliding_window), whole.expected(sliding_window))
+    assert_matches(run(freed, window), whole.expected(window))
 
 
 def test_rows_after_the_last_sequence_do_not_matter() -> None:
@@ -194,9 +199,9 @@ def test_random_batches(data: st.DataObject) -> None:
         block_size=data.draw(st.sampled_from([1, 3, 16, 64])),
         dtype=data.draw(st.sampled_from(DTYPES)),
     )
-    sliding_window = data.draw(st.none() | st.integers(1, 310))
+    window = data.draw(st.none() | st.integers(1, 310) | st.builds(Chunk, st.integers(1, 310)))
     batch = make_batch(lengths, shape, seed=data.draw(st.integers(0, 1000)))
-    assert_matches(run(batch, sliding_window), batch.expected(sliding_window))
+    assert_matches(run(batch, window), batch.expected(window))
 
 
 def test_unsupported_types_and_head_dims() -> None:

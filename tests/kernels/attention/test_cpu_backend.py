@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kernels.attention.cpu_backend import CpuBackend
 from kernels.attention.sdpa_plan import make_plan
+from kernels.attention.window import Chunk, Window
 from tests.kernels.attention.paged_batches import (
     BATCHES,
     OPTIONS,
@@ -35,26 +36,26 @@ def backend(request: pytest.FixtureRequest) -> CpuBackend:
     return CpuBackend(use_c_kernel=request.param)
 
 
-@each_pair(indirect=["backend"], backend=BACKENDS, lengths=BATCHES, shape=SHAPES, sliding_window=WINDOWS)
+@each_pair(indirect=["backend"], backend=BACKENDS, lengths=BATCHES, shape=SHAPES, window=WINDOWS)
 def test_matches_the_reference(
-    backend: CpuBackend, lengths: list[tuple[int, int]], shape: Shape, sliding_window: int | None
+    backend: CpuBackend, lengths: list[tuple[int, int]], shape: Shape, window: Window | None
 ) -> None:
     batch = make_batch(lengths, shape)
-    assert_matches(batch.run(backend, sliding_window), batch.expected(sliding_window))
+    assert_matches(batch.run(backend, window), batch.expected(window))
 
 
 @each_pair(
     indirect=["backend"],
     backend=BACKENDS,
     lengths=BATCHES,
-    sliding_window=WINDOWS,
+    window=WINDOWS,
     options={" and ".join(options): options for options in OPTIONS},
 )
 def test_softcaps_and_sinks_match_the_reference(
-    backend: CpuBackend, lengths: list[tuple[int, int]], sliding_window: int | None, options: tuple[str, ...]
+    backend: CpuBackend, lengths: list[tuple[int, int]], window: Window | None, options: tuple[str, ...]
 ) -> None:
     batch = make_batch(lengths, Shape(num_heads=6, num_kv_heads=2, head_dim=16))
-    assert_matches(batch.run(backend, sliding_window, *options), batch.expected(sliding_window, *options))
+    assert_matches(batch.run(backend, window, *options), batch.expected(window, *options))
 
 
 @pytest.mark.parametrize("options", [(), ("sinks",)])
@@ -73,8 +74,8 @@ def test_values_have_another_size_than_keys(
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_softcaps_and_sinks_of_long_chunks_in_every_dtype(dtype: torch.dtype, options: tuple[str, ...]) -> None:
     batch = make_batch([(300, 600), (290, 290), (1, 259)], Shape(num_heads=2, num_kv_heads=1, head_dim=16, dtype=dtype))
-    for sliding_window in (None, 150):
-        assert_matches(batch.run(CpuBackend(), sliding_window, *options), batch.expected(sliding_window, *options))
+    for window in (None, 150):
+        assert_matches(batch.run(CpuBackend(), window, *options), batch.expected(window, *options))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -84,17 +85,17 @@ def test_every_dtype_and_block_size(backend: CpuBackend, dtype: torch.dtype, blo
     assert_matches(batch.run(backend), batch.expected())
 
 
-@pytest.mark.parametrize("sliding_window", [None, 1, 100, 257, 599, 600, 601])
-def test_a_chunk_of_several_tiles_after_a_long_prefix(backend: CpuBackend, sliding_window: int | None) -> None:
+@pytest.mark.parametrize("window", [None, 1, 100, 257, 599, 600, 601, Chunk(64), Chunk(300), Chunk(599), Chunk(600)])
+def test_a_chunk_of_several_tiles_after_a_long_prefix(backend: CpuBackend, window: Window | None) -> None:
     batch = make_batch([(300, 600), (513, 513), (1, 259)], Shape(num_heads=2, num_kv_heads=1, head_dim=16))
-    assert_matches(batch.run(backend, sliding_window), batch.expected(sliding_window))
+    assert_matches(batch.run(backend, window), batch.expected(window))
 
 
-@pytest.mark.parametrize("sliding_window", [None, 50, 2000])
-def test_one_long_decode_among_short_ones(backend: CpuBackend, sliding_window: int | None) -> None:
+@pytest.mark.parametrize("window", [None, 50, 2000, Chunk(130)])
+def test_one_long_decode_among_short_ones(backend: CpuBackend, window: Window | None) -> None:
     lengths = [(1, seq_len) for seq_len in (30, 2500, 1, 140, 150, 2499, 400)]
     batch = make_batch(lengths, Shape(num_heads=2, num_kv_heads=1, head_dim=16))
-    assert_matches(batch.run(backend, sliding_window), batch.expected(sliding_window))
+    assert_matches(batch.run(backend, window), batch.expected(window))
 
 
 def test_short_decodes_are_not_padded_to_a_long_one() -> None:
@@ -113,10 +114,18 @@ def test_a_decode_of_half_the_longest_length_is_padded_to_it(shorter: int, group
 def test_a_whole_prompt_within_the_window_is_a_plain_causal_triangle() -> None:
     """Torch's operator skips what such a mask hides; other chunks are cut into tiles."""
     batch = make_batch([(600, 600), (600, 601)], Shape(num_heads=1, num_kv_heads=1, head_dim=8))
-    for sliding_window, is_causal in ((None, True), (600, True), (599, False)):
-        whole, chunk = make_plan(batch.metadata, 16, sliding_window).prefills
+    for window, is_causal in ((None, True), (600, True), (599, False)):
+        whole, chunk = make_plan(batch.metadata, 16, window).prefills
         assert (whole.is_causal, len(whole.tiles)) == (is_causal, 1 if is_causal else 3)
         assert (chunk.is_causal, len(chunk.tiles)) == (False, 3)
+
+
+def test_tiles_do_not_cross_the_borders_of_chunks() -> None:
+    batch = make_batch([(600, 600), (600, 601)], Shape(num_heads=1, num_kv_heads=1, head_dim=8))
+    whole, chunk = make_plan(batch.metadata, 16, Chunk(600)).prefills
+    assert (whole.is_causal, len(whole.tiles)) == (True, 1)
+    assert [tile.query_rows.stop - 600 for tile in chunk.tiles] == [256, 512, 599, 600]
+    assert [tile.keys for tile in chunk.tiles] == [slice(0, 257), slice(0, 513), slice(0, 600), slice(600, 601)]
 
 
 @pytest.mark.parametrize("use_c_kernel", [True, False])
@@ -132,9 +141,9 @@ def test_random_mixed_batches(use_c_kernel: bool, data: st.DataObject) -> None:
         head_dim=data.draw(st.sampled_from([8, 12, 16, 32])),
         block_size=data.draw(st.sampled_from([1, 4, 16, 256])),
     )
-    sliding_window = data.draw(st.none() | st.integers(1, 80))
+    window = data.draw(st.none() | st.integers(1, 80) | st.builds(Chunk, st.integers(1, 80)))
     batch = make_batch(lengths, shape, seed=data.draw(st.integers(0, 1000)))
-    assert_matches(batch.run(CpuBackend(use_c_kernel=use_c_kernel), sliding_window), batch.expected(sliding_window))
+    assert_matches(batch.run(CpuBackend(use_c_kernel=use_c_kernel), window), batch.expected(window))
 
 
 def test_padding_of_one_token_yields_zeros(backend: CpuBackend) -> None:
@@ -144,21 +153,21 @@ def test_padding_of_one_token_yields_zeros(backend: CpuBackend) -> None:
     assert not output[[1, 6]].any()
 
 
-@pytest.mark.parametrize("sliding_window", [1, 7, 16])
-def test_blocks_before_the_window_may_be_missing(backend: CpuBackend, sliding_window: int) -> None:
+@pytest.mark.parametrize("window", [1, 7, 16, Chunk(8), Chunk(30)])
+def test_blocks_before_the_window_may_be_missing(backend: CpuBackend, window: Window) -> None:
     whole = make_batch([(1, 40), (3, 50), (9, 9)], Shape(block_size=4))
-    freed = without_blocks_before(whole, sliding_window)
+    freed = without_blocks_before(whole, window)
     assert (freed.metadata.block_tables != whole.metadata.block_tables).any()
-    assert_matches(freed.run(backend, sliding_window), whole.expected(sliding_window))
+    assert_matches(freed.run(backend, window), whole.expected(window))
 
 
 def test_one_step_s_layers_may_differ_in_window_and_heads(backend: CpuBackend) -> None:
     batch = make_batch(BATCHES["mixed"], Shape())
     other = make_batch(BATCHES["mixed"], Shape(num_heads=8, num_kv_heads=4, head_dim=16))
     other = Batch(other.query, other.key_cache, other.value_cache, batch.metadata)
-    for sliding_window in (None, 5, None, 2, 5):
-        assert_matches(batch.run(backend, sliding_window), batch.expected(sliding_window))
-        assert_matches(other.run(backend, sliding_window), other.expected(sliding_window))
+    for window in (None, 5, None, 2, 5, Chunk(5)):
+        assert_matches(batch.run(backend, window), batch.expected(window))
+        assert_matches(other.run(backend, window), other.expected(window))
 
 
 def test_a_plan_is_made_once_and_freed_with_its_step(backend: CpuBackend) -> None:

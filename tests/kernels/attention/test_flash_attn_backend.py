@@ -13,6 +13,7 @@ from kernels.attention.flash import base
 from kernels.attention.flash.base import FlashBackend, Part
 from kernels.attention.flash.flash_attn import FlashAttnBackend
 from kernels.attention.flash.flash_attn_3 import FlashAttn3Backend
+from kernels.attention.window import Chunk
 from kernels.attention_metadata import AttentionMetadata
 from tests.kernels.attention import fake_flash_attn, fake_flash_attn_3
 from tests.kernels.attention.paged_batches import (
@@ -37,13 +38,11 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return backend
 
 
-@pytest.mark.parametrize("sliding_window", WINDOWS)
+@pytest.mark.parametrize("window", [window for window in WINDOWS if not isinstance(window, Chunk)])
 @pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES.keys())
-def test_matches_the_reference(
-    backend: FlashBackend, lengths: list[tuple[int, int]], sliding_window: int | None
-) -> None:
+def test_matches_the_reference(backend: FlashBackend, lengths: list[tuple[int, int]], window: int | None) -> None:
     batch = make_batch(lengths, SHAPE)
-    assert_matches(batch.run(backend, sliding_window), batch.expected(sliding_window))
+    assert_matches(batch.run(backend, window), batch.expected(window))
 
 
 @pytest.mark.parametrize("lengths", [BATCHES["decodes around a block's edge"], BATCHES["mixed"]])
@@ -53,12 +52,10 @@ def test_a_softcap_matches_the_reference(backend: FlashBackend, lengths: list[tu
 
 
 @pytest.mark.parametrize("lengths", [[(1, 700), (1, 256), (1, 257)], [(30, 700), (1, 256), (257, 257)]])
-@pytest.mark.parametrize("sliding_window", [None, 100, 256, 600])
-def test_contexts_of_several_blocks(
-    backend: FlashBackend, lengths: list[tuple[int, int]], sliding_window: int | None
-) -> None:
+@pytest.mark.parametrize("window", [None, 100, 256, 600])
+def test_contexts_of_several_blocks(backend: FlashBackend, lengths: list[tuple[int, int]], window: int | None) -> None:
     batch = make_batch(lengths, SHAPE)
-    assert_matches(batch.run(backend, sliding_window), batch.expected(sliding_window))
+    assert_matches(batch.run(backend, window), batch.expected(window))
 
 
 @pytest.mark.parametrize("lengths", [[(1, 20), PADDING, (1, 300)], [(1, 20), PADDING, (4, 10), PADDING]])

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from kernels.attention.window import Chunk, Window
 from tests.kernels.attention.paged_batches import SHAPES, Batch, Shape, assert_matches, make_batch
 
 
-def _dense_attention(batch: Batch, sliding_window: int | None) -> torch.Tensor:
+def _dense_attention(batch: Batch, window: Window | None) -> torch.Tensor:
     """Attend from the batch's only sequence by repeating every KV head and building the whole mask."""
     seq_len, query_len = int(batch.metadata.seq_lens[0]), batch.query.shape[0]
     blocks = batch.metadata.block_tables[0][batch.metadata.block_tables[0] >= 0].long()
@@ -22,20 +23,23 @@ def _dense_attention(batch: Batch, sliding_window: int | None) -> torch.Tensor:
         for cache in (batch.key_cache, batch.value_cache)
     )
     mask = torch.ones(seq_len, seq_len, dtype=torch.bool).tril()
-    if sliding_window is not None:  # a query's own key is one of the window's
-        mask = mask.triu(1 - sliding_window)
+    if isinstance(window, Chunk):
+        chunks = torch.arange(seq_len) // window.tokens
+        mask &= chunks[:, None] == chunks[None, :]
+    elif window is not None:  # a query's own key is one of the window's
+        mask = mask.triu(1 - window)
     attended = scaled_dot_product_attention(
         batch.query.transpose(0, 1), key, value, attn_mask=mask[seq_len - query_len :], scale=batch.scale
     )
     return attended.transpose(0, 1)
 
 
-@pytest.mark.parametrize("sliding_window", [None, 1, 3, 20, 21, 22, 1000])
+@pytest.mark.parametrize("window", [None, 1, 3, 20, 21, 22, 1000, Chunk(1), Chunk(6), Chunk(20), Chunk(21)])
 @pytest.mark.parametrize("query_len", [1, 4, 21])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_one_sequence_equals_dense_attention(shape: Shape, query_len: int, sliding_window: int | None) -> None:
+def test_one_sequence_equals_dense_attention(shape: Shape, query_len: int, window: Window | None) -> None:
     batch = make_batch([(query_len, 21)], shape)
-    assert_matches(batch.expected(sliding_window), _dense_attention(batch, sliding_window))
+    assert_matches(batch.expected(window), _dense_attention(batch, window))
 
 
 def test_values_may_have_another_size_than_keys() -> None:

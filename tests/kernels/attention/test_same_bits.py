@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.attention.c_kernel import paged_attention
+from kernels.attention.window import Chunk, Window
 from kernels.attention_metadata import AttentionMetadata, leading_decodes
 from kernels.cpu.library import library, set_num_threads
 from tests.kernels.attention.paged_batches import Batch, Shape, make_batch, with_latents
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compile
 
 DTYPES = [torch.float32, torch.bfloat16]
 # A chunk: the sequence, and where its queries begin and end in the sequence.
-Chunk = tuple[int, int, int]
+Part = tuple[int, int, int]
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +32,7 @@ def one_thread_afterwards() -> Iterator[None]:
 
 
 def attend(
-    whole: Batch, chunks: list[Chunk], num_threads: int, sliding_window: int | None = None, *options: str
+    whole: Batch, chunks: list[Part], num_threads: int, window: Window | None = None, *options: str
 ) -> torch.Tensor:
     """Compute these chunks of whole prompts as one batch, and return their rows in order."""
     starts = whole.metadata.cu_seqlens_q.tolist()
@@ -48,16 +49,16 @@ def attend(
         max_seq_len=max(end for _, _, end in chunks),
     )
     set_num_threads(num_threads)
-    return paged_attention(replace(whole, query=whole.query[rows], metadata=metadata).inputs(sliding_window, *options))
+    return paged_attention(replace(whole, query=whole.query[rows], metadata=metadata).inputs(window, *options))
 
 
 def assert_same_bits(
-    whole: Batch, chunks: list[Chunk], num_threads: int, sliding_window: int | None = None, *options: str
+    whole: Batch, chunks: list[Part], num_threads: int, window: Window | None = None, *options: str
 ) -> None:
     """Compare the rows of a batch with those of every query computed as a decode of its own."""
-    actual = attend(whole, chunks, num_threads, sliding_window, *options)
+    actual = attend(whole, chunks, num_threads, window, *options)
     singles = [(sequence, at, at + 1) for sequence, start, end in chunks for at in range(start, end)]
-    expected = torch.cat([attend(whole, [single], 1, sliding_window, *options) for single in singles])
+    expected = torch.cat([attend(whole, [single], 1, window, *options) for single in singles])
     assert torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
 
 
@@ -73,15 +74,15 @@ def begin_alike(whole: Batch, num_blocks: int) -> Batch:
 
 @each_pair(
     num_threads=[1, 2, 3],
-    sliding_window=[None, 100],
+    window=[None, 100, Chunk(90)],
     shape=[Shape(4, 2, 128), Shape(3, 1, 80, 7), Shape(16, 2, 48, 256)],
     dtype=DTYPES,
 )
-def test_a_prompt_in_chunks(num_threads: int, sliding_window: int | None, shape: Shape, dtype: torch.dtype) -> None:
+def test_a_prompt_in_chunks(num_threads: int, window: Window | None, shape: Shape, dtype: torch.dtype) -> None:
     whole = make_batch([(300, 300)], replace(shape, dtype=dtype))
     for bounds in ([0, 300], [0, 1, 64, 65, 200, 202, 300], [0, 130, 260, 290, 299, 300]):
         chunks = [(0, start, end) for start, end in pairwise(bounds)]
-        assert_same_bits(whole, chunks, num_threads, sliding_window)
+        assert_same_bits(whole, chunks, num_threads, window)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -125,6 +126,6 @@ def test_any_batch(data: st.DataObject) -> None:
     for sequence, length in enumerate(lengths):
         start = data.draw(st.integers(max(0, length - 40), length - 1))
         chunks.append((sequence, start, data.draw(st.integers(start + 1, length))))
-    window = data.draw(st.none() | st.integers(1, 200))
+    window = data.draw(st.none() | st.integers(1, 200) | st.builds(Chunk, st.integers(1, 200)))
     options = data.draw(st.sampled_from([(), ("softcap",)]))
     assert_same_bits(whole, chunks, data.draw(st.integers(1, 3)), window, *options)

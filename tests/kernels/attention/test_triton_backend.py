@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from kernels.attention.window import Chunk, Window
 from tests.kernels.attention.paged_batches import (
     BATCHES,
     OPTIONS,
@@ -45,7 +46,7 @@ def backend(kernel_device: torch.device) -> TritonBackend:
     return TritonBackend()
 
 
-@pytest.mark.parametrize("sliding_window", [None, 5])
+@pytest.mark.parametrize("window", [None, 5, Chunk(12)])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES.keys())
 def test_matches_the_reference(
@@ -53,13 +54,13 @@ def test_matches_the_reference(
     kernel_device: torch.device,
     lengths: list[tuple[int, int]],
     shape: Shape,
-    sliding_window: int | None,
+    window: Window | None,
 ) -> None:
     batch = make_batch(lengths, shape, device=kernel_device)
-    assert_matches(batch.run(backend, sliding_window), batch.expected(sliding_window))
+    assert_matches(batch.run(backend, window), batch.expected(window))
 
 
-@pytest.mark.parametrize("sliding_window", [None, 70])
+@pytest.mark.parametrize("window", [None, 70, Chunk(48)])
 @pytest.mark.parametrize("options", OPTIONS, ids=" and ".join)
 @pytest.mark.parametrize("batch_name", ["decodes, then chunks", "padded mixed", "uneven splits"])
 def test_softcaps_and_sinks(
@@ -67,13 +68,13 @@ def test_softcaps_and_sinks(
     kernel_device: torch.device,
     batch_name: str,
     options: tuple[str, ...],
-    sliding_window: int | None,
+    window: Window | None,
 ) -> None:
     lengths = UNEVEN_SPLITS if batch_name == "uneven splits" else BATCHES[batch_name]
     batch = make_batch(lengths, Shape(), device=kernel_device)
-    expected = batch.expected(sliding_window, *options)
-    assert_matches(batch.run(backend, sliding_window, *options), expected)
-    assert not torch.allclose(expected, batch.expected(sliding_window), atol=1e-2)  # the options matter
+    expected = batch.expected(window, *options)
+    assert_matches(batch.run(backend, window, *options), expected)
+    assert not torch.allclose(expected, batch.expected(window), atol=1e-2)  # the options matter
 
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")  # infinities, as on a GPU
@@ -109,56 +110,56 @@ def test_every_dtype_and_block_size(
         assert_matches(batch.run(backend), batch.expected())
 
 
-@pytest.mark.parametrize("sliding_window", [None, 1, 63, 64, 65, 150, 1000])
+@pytest.mark.parametrize("window", [None, 1, 63, 64, 65, 150, 1000, Chunk(1), Chunk(64), Chunk(90), Chunk(1000)])
 def test_windows_around_the_size_of_a_tile(
-    backend: TritonBackend, kernel_device: torch.device, sliding_window: int | None
+    backend: TritonBackend, kernel_device: torch.device, window: Window | None
 ) -> None:
     batch = make_batch([(70, 200), (1, 65), (66, 66)], SMALL, device=kernel_device)
-    assert_matches(batch.run(backend, sliding_window), batch.expected(sliding_window))
+    assert_matches(batch.run(backend, window), batch.expected(window))
 
 
-@pytest.mark.parametrize("sliding_window", [None, 1, 512, 600, 1200])
+@pytest.mark.parametrize("window", [None, 1, 512, 600, 1200, Chunk(1100), Chunk(512)])
 @pytest.mark.parametrize("lengths", [MANY_SPLITS, UNEVEN_SPLITS], ids=["many splits", "uneven splits"])
 def test_long_decodes_are_split_over_the_context(
-    backend: TritonBackend, kernel_device: torch.device, lengths: list[tuple[int, int]], sliding_window: int | None
+    backend: TritonBackend, kernel_device: torch.device, lengths: list[tuple[int, int]], window: Window | None
 ) -> None:
     batch = make_batch(lengths, SMALL, device=kernel_device)
-    assert_matches(batch.run(backend, sliding_window), batch.expected(sliding_window))
+    assert_matches(batch.run(backend, window), batch.expected(window))
 
 
-@pytest.mark.parametrize("sliding_window", [None, 1, 600])
+@pytest.mark.parametrize("window", [None, 1, 600, Chunk(1500)])
 def test_long_decodes_beside_a_prefill_are_split_too(
-    backend: TritonBackend, kernel_device: torch.device, sliding_window: int | None
+    backend: TritonBackend, kernel_device: torch.device, window: Window | None
 ) -> None:
     from kernels.attention.triton.backend import _layer_shape, _plan_splits
 
     lengths = [(1, 2100), (1, 600), PADDING, (1, 65), (70, 200), (3, 40), (1, 300)]
     batch = make_batch(lengths, SMALL, device=kernel_device)
-    assert_matches(batch.run(backend, sliding_window), batch.expected(sliding_window))
-    plan = _plan_splits(batch.metadata, _layer_shape(batch.inputs(sliding_window)))
-    splits = {None: [9, 3, 1, 1], 1: [1, 1, 1, 1], 600: [3, 3, 1, 1]}[sliding_window]
+    assert_matches(batch.run(backend, window), batch.expected(window))
+    plan = _plan_splits(batch.metadata, _layer_shape(batch.inputs(window)))
+    splits = {None: [9, 3, 1, 1], 1: [1, 1, 1, 1], 600: [3, 3, 1, 1], Chunk(1500): [3, 3, 1, 1]}[window]
     assert plan.first_item.diff().tolist() == splits
     listed = [sequence for sequence, count in enumerate(splits) for _ in range(count)]
     assert plan.item_sequences[: len(listed)].tolist() == listed
 
 
-@pytest.mark.parametrize(("sliding_window", "options"), [(None, ("softcap", "sinks")), (300, ())])
+@pytest.mark.parametrize(("window", "options"), [(None, ("softcap", "sinks")), (300, ()), (Chunk(310), ())])
 def test_what_a_sequence_gets_does_not_depend_on_the_batch(
-    backend: TritonBackend, kernel_device: torch.device, sliding_window: int | None, options: tuple[str, ...]
+    backend: TritonBackend, kernel_device: torch.device, window: Window | None, options: tuple[str, ...]
 ) -> None:
     """The same bits alone and in every batch: decodes whatever is beside them, queries of a prompt however chunked."""
     lengths = [(1, 4200), (1, 257), (1, 700), *[(1, 3)] * 10, (40, 333), (3, 50), (130, 700)]
     batch = make_batch(lengths, SMALL, device=kernel_device)
-    together = batch.run(backend, sliding_window, *options)
+    together = batch.run(backend, window, *options)
     bounds = batch.metadata.cu_seqlens_q.tolist()
     for index in (0, 1, 2, 12, 13, 14, 15):
         own = slice(bounds[index], bounds[index + 1])
         alone = batch.one_sequence(index)
-        assert torch.equal(alone.run(backend, sliding_window, *options), together[own]), lengths[index]
+        assert torch.equal(alone.run(backend, window, *options), together[own]), lengths[index]
     last = batch.one_sequence(15)
     for num_computed in (1, 16, 50, 129):  # the rest of the prompt is another chunk
         chunk = last.last_queries(130 - num_computed)
-        assert torch.equal(chunk.run(backend, sliding_window, *options), together[-130:][num_computed:])
+        assert torch.equal(chunk.run(backend, window, *options), together[-130:][num_computed:])
 
 
 def test_as_many_decodes_as_fill_tiles_before_a_prefill(backend: TritonBackend, kernel_device: torch.device) -> None:
@@ -210,13 +211,13 @@ def test_latents(
         assert torch.equal(batch.one_sequence(index).run(backend), output[own]), "the batch changes bits"
 
 
-@pytest.mark.parametrize("sliding_window", [1, 7, 16])
+@pytest.mark.parametrize("window", [1, 7, 16, Chunk(10), Chunk(16)])
 def test_blocks_before_the_window_may_be_missing(
-    backend: TritonBackend, kernel_device: torch.device, sliding_window: int
+    backend: TritonBackend, kernel_device: torch.device, window: Window
 ) -> None:
     whole = make_batch([(1, 40), (3, 50), (9, 9)], Shape(block_size=4), device=kernel_device)
-    freed = without_blocks_before(whole, sliding_window)
-    assert_matches(freed.run(backend, sliding_window), whole.expected(sliding_window))
+    freed = without_blocks_before(whole, window)
+    assert_matches(freed.run(backend, window), whole.expected(window))
 
 
 def test_queries_may_be_a_slice_of_a_fused_projection(backend: TritonBackend, kernel_device: torch.device) -> None:

@@ -8,6 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kernels.attention.triton.layer_shape import KEYS_PER_SPLIT, MAX_SPLITS, LayerShape, most_splits
+from kernels.attention.window import Chunk, first_key
 
 LAYERS = st.builds(
     LayerShape,
@@ -15,7 +16,7 @@ LAYERS = st.builds(
     num_kv_heads=st.integers(1, 40),
     head_dim=st.integers(1, 512),
     element_size=st.sampled_from([2, 4]),
-    sliding_window=st.none() | st.integers(1, 20000),
+    window=st.none() | st.integers(1, 20000) | st.builds(Chunk, st.integers(1, 20000)),
 )
 
 
@@ -34,8 +35,7 @@ def test_tiles_suit_the_kernels(layer: LayerShape) -> None:
 def test_a_context_has_no_more_splits_than_are_stored(layer: LayerShape, seq_len: int, longest: int) -> None:
     """As decode.py divides it."""
     seq_len = min(seq_len, longest)
-    window, tile = layer.sliding_window, layer.keys_per_tile
-    first_key = 0 if window is None else max(seq_len - window, 0) // tile * tile
-    num_keys = seq_len - first_key
+    tile = layer.keys_per_tile
+    num_keys = seq_len - first_key(layer.window, seq_len - 1) // tile * tile
     tiles_per_split = ceil(ceil(num_keys / MAX_SPLITS) / tile)
     assert ceil(num_keys / max(tiles_per_split * tile, KEYS_PER_SPLIT)) <= most_splits(layer, longest) <= MAX_SPLITS

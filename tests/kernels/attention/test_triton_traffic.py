@@ -17,28 +17,28 @@ MOST = 1.1
 
 
 @pytest.mark.parametrize("lengths", [[255] * 8, [1024] * 4, [5000, 700, 30]], ids=["short", "split", "uneven"])
-@pytest.mark.parametrize("sliding_window", [None, 700])
-def test_decodes(traffic: Traffic, lengths: list[int], sliding_window: int | None) -> None:
+@pytest.mark.parametrize("window", [None, 700])
+def test_decodes(traffic: Traffic, lengths: list[int], window: int | None) -> None:
     from kernels.attention.triton.backend import TritonBackend
 
     batch = make_batch([(1, length) for length in lengths], SHAPE)
-    output = batch.run(TritonBackend(), sliding_window)
-    num_keys = sum(min(length, sliding_window or length) for length in lengths)
+    output = batch.run(TritonBackend(), window)
+    num_keys = sum(min(length, window or length) for length in lengths)
     bytes_per_key = 2 * SHAPE.num_kv_heads * SHAPE.head_dim * SHAPE.dtype.itemsize
     necessary = num_keys * bytes_per_key + batch.query.nbytes + output.nbytes
     assert necessary <= traffic.total <= MOST * necessary, f"{traffic.total / necessary:.3f} of the necessary bytes"
 
 
-@pytest.mark.parametrize("sliding_window", [None, 100])
-def test_a_chunk_of_a_prompt(traffic: Traffic, sliding_window: int | None) -> None:
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_chunk_of_a_prompt(traffic: Traffic, window: int | None) -> None:
     """A program requests what its 32 queries see: others request the same, from the cache."""
     from kernels.attention.triton.backend import TritonBackend
 
     query_len, seq_len, tile = 256, 400, 32
     batch = make_batch([(query_len, seq_len)], SHAPE)
-    output = batch.run(TritonBackend(), sliding_window)
+    output = batch.run(TritonBackend(), window)
     bytes_per_key = 2 * SHAPE.num_kv_heads * SHAPE.head_dim * SHAPE.dtype.itemsize
-    first_keys = [max(end - tile - (sliding_window or seq_len) + 1, 0) // 64 * 64 for end in range(176, 401, tile)]
+    first_keys = [max(end - tile - (window or seq_len) + 1, 0) // 64 * 64 for end in range(176, 401, tile)]
     num_requested = sum(end - first for end, first in zip(range(176, 401, tile), first_keys, strict=True))
     num_keys = seq_len - first_keys[0]
     necessary = num_keys * bytes_per_key + batch.query.nbytes + output.nbytes

@@ -41,7 +41,7 @@ def layer_shape(query_rank: int | None) -> LayerShape:
         num_kv_heads=1,
         head_dim=RANK + ROPE,
         intermediate_size=0,
-        sliding_window=None,
+        window=None,
         norm_eps=1e-5,
         qkv_bias=False,
         output_bias=False,

@@ -9,6 +9,7 @@ import torch
 
 from kernels.attention import reference as attention_reference
 from kernels.attention.base import AttentionInputs
+from kernels.attention.window import Chunk
 from kernels.attention_metadata import AttentionMetadata
 from kernels.cache.reference import store_kvcache
 from kernels.cpu import reference
@@ -24,7 +25,7 @@ SHAPE = LayerShape(
     num_kv_heads=2,
     head_dim=16,
     intermediate_size=40,
-    sliding_window=None,
+    window=None,
     norm_eps=1e-6,
     qkv_bias=True,
     output_bias=False,
@@ -32,15 +33,17 @@ SHAPE = LayerShape(
 )
 SHAPES = {
     "Qwen3": SHAPE,
-    "Gemma 2": replace(SHAPE, scale=0.3, softcap=1.5, activation="gelu_tanh", sliding_window=3),
+    "Gemma 2": replace(SHAPE, scale=0.3, softcap=1.5, activation="gelu_tanh", window=3),
     "Granite": replace(SHAPE, scale=0.3, residual_multiplier=0.7),
     "OLMo 2": replace(SHAPE, norms_all_heads=True),
     "Qwen3-Next": replace(SHAPE, gates_attention=True),
     "Nemotron": replace(SHAPE, has_mlp_gate=False),
+    "Llama 4": replace(SHAPE, window=Chunk(3)),
     "Gemma 4": replace(SHAPE, scale=1.0, norms_values=True, activation="gelu_tanh"),
 }
 WITH_OUTPUT_NORMS = (SHAPES["Gemma 2"], SHAPES["Gemma 4"], SHAPES["OLMo 2"])
 WITHOUT_INPUT_NORMS = (SHAPES["OLMo 2"],)
+WITH_GROWTH = (SHAPES["Llama 4"],)  # of queries
 BLOCK_SIZE = 4
 NUM_TOKENS = 7
 TOLERANCE = 1e-4
@@ -70,6 +73,9 @@ class Weights:
         if shape in WITH_OUTPUT_NORMS:
             self.norms |= {"attention_output_norm": random(hidden) + 1, "mlp_output_norm": random(hidden) + 1}
         self.rope = torch.rand(NUM_TOKENS, 2, SHAPE.head_dim // 2, generator=generator)
+        self.growth = (
+            1 + torch.rand(NUM_TOKENS, generator=generator) if shape in WITH_GROWTH else torch.ones(NUM_TOKENS)
+        )
 
     def norm(self, name: NormName, x: torch.Tensor) -> torch.Tensor:
         """Apply a norm, if the layer has it."""
@@ -88,6 +94,8 @@ class Weights:
         for name, weight in self.norms.items():
             layer.set_norm(name, weight)
         layer.set_rope(self.rope)
+        if self.shape in WITH_GROWTH:
+            layer.set_growth(self.growth)
         return layer
 
 
@@ -130,12 +138,13 @@ class Step:
         gate, qkv = qkv.split((qkv.shape[1] - query_size - 2 * kv_size, query_size + 2 * kv_size), dim=1)
         query, key, value = qkv.split((query_size, kv_size, kv_size), dim=1)
         query, key = self._rotated("query_norm", query), self._rotated("key_norm", key)
+        query = query * w.growth[:, None, None]
         value = self._heads(value)
         if shape.norms_values:
             value = reference.rms_norm(value, torch.ones(shape.head_dim), shape.norm_eps)
         store_kvcache(key, value, *caches, self.metadata.slot_mapping)
         scale = shape.head_dim**-0.5 if shape.scale is None else shape.scale
-        inputs = AttentionInputs(query, *caches, self.metadata, scale, shape.sliding_window, shape.softcap)
+        inputs = AttentionInputs(query, *caches, self.metadata, scale, shape.window, shape.softcap)
         attended = attention_reference.attention(inputs).flatten(1)
         if shape.gates_attention:
             attended = attended * gate.sigmoid()

@@ -15,6 +15,7 @@ typedef struct {
     const int32_t *block_tables; /* [num_seqs, max_blocks], -1: none */
     int32_t num_seqs, max_blocks, num_heads, num_kv_heads, head_dim, value_dim, block_size;
     int32_t sliding_window;   /* 0: none; else a query at p sees keys j with p - j < sliding_window */
+    int32_t chunk;            /* 0: none; else it sees keys from p / chunk * chunk on */
     int32_t is_bf16;          /* else float32 */
     float scale;
     float softcap;            /* C of C * tanh(score / C), which replaces each score; 0: none */

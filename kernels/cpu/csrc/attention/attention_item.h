@@ -30,6 +30,12 @@ enum {
 /* Where the tile that holds a key begins. */
 INLINE int32_t tile_of(int32_t key) { return key / KEYS_PER_TILE * KEYS_PER_TILE; }
 
+/* The first key that a query at `position` sees. */
+INLINE int32_t first_key_of(const pagoda_attention_call *call, int32_t position) {
+    if (call->chunk) return position / call->chunk * call->chunk;
+    return call->sliding_window && position >= call->sliding_window ? position - call->sliding_window + 1 : 0;
+}
+
 /* What a row's sums so far, and those of the next tile, are multiplied by before they are added: each is relative to
  * the largest score of its own keys. */
 typedef struct {
@@ -65,6 +71,7 @@ typedef struct {
     f32x16 (*products)[BLOCK_VECTORS]; /* [num_heads, padded_rows, BLOCK_VECTORS]: of a tile; of few rows only */
     merge_factors *factors; /* [padded_rows]: of the current tile */
     int32_t *positions;    /* [padded_rows] */
+    int32_t *first_keys;   /* [padded_rows]: the first that each row sees */
     uint32_t *weights;     /* [padded_rows, KEYS_PER_TILE words at most] */
     uint32_t *keys;        /* [padded_words, KEYS_PER_TILE]: a tile's keys, transposed */
     uint32_t *values;      /* [value_dim / 64, words of keys, 64]: a tile's values, interleaved */
@@ -83,10 +90,9 @@ typedef struct {
 
 /* The keys that a row sees, of `num_keys` from tile_key on. */
 INLINE key_range visible_keys(const attention_work *work, int row, int tile_key, int num_keys) {
-    int64_t own_key = (int64_t)work->positions[row] - tile_key; /* index in the tile; int64: it may be far outside */
-    int64_t first = work->call->sliding_window ? own_key - work->call->sliding_window + 1 : 0;
-    key_range range = {first < 0 ? 0 : first > num_keys ? num_keys : (int)first,
-                       own_key < 0 ? 0 : own_key >= num_keys ? num_keys : (int)own_key + 1};
+    int32_t own_key = work->positions[row] - tile_key, first = work->first_keys[row] - tile_key; /* indices in the tile */
+    key_range range = {first < 0 ? 0 : first > num_keys ? num_keys : first,
+                       own_key < 0 ? 0 : own_key >= num_keys ? num_keys : own_key + 1};
     return range;
 }
 

@@ -23,8 +23,7 @@ static int64_t cost_of(const pagoda_attention_call *call, const attention_item *
 /* Adds queries of one sequence with all the keys they see. */
 static void add_unit(attention_plan *plan, attention_item whole) {
     const pagoda_attention_call *call = plan->call;
-    int64_t window = call->sliding_window ? call->sliding_window : INT32_MAX;
-    whole.first_key = (int32_t)max(0, whole.first_position - window + 1);
+    whole.first_key = first_key_of(call, whole.first_position);
     whole.end_key = whole.first_position + whole.num_queries;
     whole.first_unit = (int32_t)plan->num_units;
     whole.num_units = 1;
@@ -100,7 +99,7 @@ static int32_t shared_keys(const attention_plan *plan, int32_t first, int32_t se
     const attention_item *one = &plan->units[first].whole, *other = &plan->units[second].whole;
     if (rows_of(plan->call, one) > MOST_ROWS_IN_PLACE || one->num_queries != other->num_queries) return 0;
     if (other->first_token != one->first_token + (second - first) * one->num_queries) return 0;
-    if (plan->call->sliding_window) return 0; /* each query's window begins at another key */
+    if (plan->call->sliding_window || plan->call->chunk) return 0; /* queries may begin at different keys */
     int32_t end = (int32_t)min(one->first_position, other->first_position) + 1;
     int32_t size = plan->call->block_size, block = 0;
     while ((block + 1) * size <= end && one->block_table[block] == other->block_table[block]) block++;

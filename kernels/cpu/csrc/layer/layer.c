@@ -35,8 +35,8 @@ static void attend(const pagoda_layer *layer, const pagoda_step *step, const pag
         .cu_seqlens_q = step->cu_seqlens_q, .seq_lens = step->seq_lens, .block_tables = cache->block_tables,
         .num_seqs = step->num_seqs, .max_blocks = step->max_blocks, .num_heads = layer->num_heads,
         .num_kv_heads = layer->num_kv_heads, .head_dim = layer->head_dim, .value_dim = value_dim,
-        .block_size = step->block_size, .sliding_window = layer->sliding_window, .is_bf16 = layer->is_bf16,
-        .scale = layer->scale, .softcap = layer->softcap,
+        .block_size = step->block_size, .sliding_window = layer->sliding_window, .chunk = layer->chunk,
+        .is_bf16 = layer->is_bf16, .scale = layer->scale, .softcap = layer->softcap,
     };
     pagoda_attention(&attention);
 }
@@ -66,7 +66,8 @@ static void add_attention(const pagoda_layer *layer, const pagoda_step *step, pa
     pagoda_linear(step->wide, stride, rows, &layer->qkv, PAGODA_STORE);
     pagoda_rope_call rope = {
         .query = step->query, .key_cache = cache->keys, .value_cache = cache->values,
-        .qkv = step->wide + layer->gate_width, .rope = layer->rope, .query_norm = layer->query_norm,
+        .qkv = step->wide + layer->gate_width, .rope = layer->rope, .growth = layer->growth,
+        .query_norm = layer->query_norm,
         .key_norm = layer->key_norm, .positions = step->positions, .slot_mapping = cache->slot_mapping,
         .stride = stride, .num_tokens = step->num_tokens, .num_heads = layer->num_heads,
         .num_kv_heads = layer->num_kv_heads, .head_dim = layer->head_dim, .is_bf16 = layer->is_bf16,

@@ -36,6 +36,7 @@ typedef struct {
     const float *query_norm;                  /* [head_dim], or with norms_all_heads of all heads; or NULL */
     const float *key_norm;
     const float *rope;                        /* [positions, 2, head_dim / 2]; NULL: no position embedding */
+    const float *growth;                      /* [positions], factors of queries; or NULL. Those of latents are theirs */
     const pagoda_experts *experts;            /* NULL: the feed-forward is dense, gate_up and down. With an
                                                * intermediate_size both are computed, side by side. Experts alone
                                                * have neither an output norm nor an output scale */
@@ -48,6 +49,7 @@ typedef struct {
     int32_t intermediate_size; /* a multiple of 16: padded with zeros; 0 without experts: there is no feed-forward */
     int32_t own_width, own_index; /* of the layer's own input, and where it is in the step's; 0: there is none */
     int32_t sliding_window;    /* 0: none */
+    int32_t chunk;             /* that a query's keys are in; 0: none */
     int32_t is_bf16;           /* the KV cache; else float32 */
     int32_t norms_all_heads;   /* query_norm and key_norm are over a token's heads together; else over each head */
     int32_t norms_values;      /* values are divided by the root mean square of their head */

@@ -6,14 +6,15 @@
 #include "runtime/threads.h"
 #include "runtime/vector.h"
 
-/* Normalizes and rotates `num_heads` heads of a token into `to`, from element `at` on. */
+/* Normalizes `num_heads` heads of a token, multiplies them by `scale` and rotates them into `to`, from element `at`
+ * on. */
 static void rotate_heads(const pagoda_rope_call *call, const float *head, int64_t num_heads, const float *norm,
-                         const float *cosines, void *to, int64_t at) {
+                         float scale, const float *cosines, void *to, int64_t at) {
     int64_t width = call->head_dim;
-    float factor = 1;
-    if (norm && call->norms_all_heads) factor = rms_norm_factor(head, false, num_heads * width, call->eps);
+    float factor = scale;
+    if (norm && call->norms_all_heads) factor = scale * rms_norm_factor(head, false, num_heads * width, call->eps);
     for (int64_t i = 0; i < num_heads; i++, head += width, at += width) {
-        if (norm && !call->norms_all_heads) factor = rms_norm_factor(head, false, width, call->eps);
+        if (norm && !call->norms_all_heads) factor = scale * rms_norm_factor(head, false, width, call->eps);
         rotate_row(head, width, norm, factor, cosines, to, call->is_bf16, at);
         if (norm && call->norms_all_heads) norm += width;
     }
@@ -37,11 +38,13 @@ static void rope_token(void *args, int64_t token) {
     const float *head = call->qkv + token * call->stride;
     const float *cosines = call->rope ? call->rope + call->positions[token] * width : NULL;
     int64_t size = call->num_kv_heads * width;
-    rotate_heads(call, head, call->num_heads, call->query_norm, cosines, call->query, token * call->num_heads * width);
+    float growth = call->growth ? call->growth[call->positions[token]] : 1;
+    rotate_heads(call, head, call->num_heads, call->query_norm, growth, cosines, call->query,
+                 token * call->num_heads * width);
     int64_t slot = call->slot_mapping ? call->slot_mapping[token] : -1;
     if (slot < 0) return;
     head += call->num_heads * width;
-    rotate_heads(call, head, call->num_kv_heads, call->key_norm, cosines, call->key_cache, slot * size);
+    rotate_heads(call, head, call->num_kv_heads, call->key_norm, 1, cosines, call->key_cache, slot * size);
     store_values(call, head + size, slot * size);
 }
 

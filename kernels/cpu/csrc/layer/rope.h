@@ -10,6 +10,7 @@ typedef struct {
     void *value_cache;
     const float *qkv;        /* [num_tokens, (num_heads + 2 num_kv_heads) * head_dim], `stride` from token to token */
     const float *rope;       /* [positions, 2, head_dim / 2]: cosines, then sines; NULL: nothing is rotated */
+    const float *growth;     /* [positions], factors of queries; or NULL */
     const float *query_norm; /* [head_dim] of an RMSNorm of each head, or [num_heads, head_dim] of all; or NULL */
     const float *key_norm;
     const int64_t *positions;    /* [num_tokens] */

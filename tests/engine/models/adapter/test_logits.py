@@ -51,7 +51,7 @@ def test_logits_equal_those_of_transformers(zoo: Zoo, architecture: str) -> None
     num_choices = require_no_ties(inhabitant.model, make_sequences())
     assert (num_choices > 0) == (architecture in WITH_EXPERTS)
     if architecture in WITH_WINDOWS:
-        assert WINDOW in inhabitant.decoder.attention.sliding_windows
+        assert WINDOW in inhabitant.decoder.attention.windows
 
 
 # Their routers take the largest score, and then the largest of the others, without torch.topk.
@@ -107,7 +107,7 @@ def test_windows_of_an_architecture_that_may_have_them_equal_transformers(
     tmp_path: Path, architecture: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inhabitant = settle(architecture, tmp_path, **options)
-    assert WINDOW in inhabitant.decoder.attention.sliding_windows
+    assert WINDOW in inhabitant.decoder.attention.windows
     assert largest_error(inhabitant) < TOLERANCE
     plant(monkeypatch, lambda call: replace(call, sliding_window=call.sliding_window and call.sliding_window + 1))
     assert largest_error(inhabitant) > TOLERANCE

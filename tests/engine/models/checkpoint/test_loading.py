@@ -193,9 +193,9 @@ def test_a_malformed_index_is_refused(checkpoint: Path, index: str) -> None:
 
 
 def test_sliding_windows_by_layer() -> None:
-    assert ModelConfig.from_hf(build_model("qwen2").config).sliding_windows == (None, 50)
-    assert ModelConfig.from_hf(build_model("mistral").config).sliding_windows == (40, 40)
-    assert ModelConfig.from_hf(build_model("llama").config).sliding_windows == (None, None)
+    assert ModelConfig.from_hf(build_model("qwen2").config).windows == (None, 50)
+    assert ModelConfig.from_hf(build_model("mistral").config).windows == (40, 40)
+    assert ModelConfig.from_hf(build_model("llama").config).windows == (None, None)
 
 
 def test_kv_bytes_per_token() -> None:

@@ -107,7 +107,7 @@ def test_logits_equal_those_of_transformers(saved: Callable[[str], Saved], name:
     assert type(decoder) is decoder_type
     assert largest_error(decoder, saved(name)) < TOLERANCE
     has_windows = name in ("smollm3-windows", "phi3", "olmo3", "gemma2", "gemma3", "gemma3-4b")
-    assert (WINDOW in decoder.attention.sliding_windows) == has_windows
+    assert (WINDOW in decoder.attention.windows) == has_windows
 
 
 def mean_error(computed: list[torch.Tensor], saved: Saved) -> float:
@@ -151,7 +151,7 @@ def _with_rope(**changes: Any) -> Change:
 
 
 def _with_windows(change: Callable[[int | None], int | None]) -> Change:
-    return lambda config: replace(config, sliding_windows=tuple(map(change, config.sliding_windows)))
+    return lambda config: replace(config, windows=tuple(map(change, config.windows)))
 
 
 PLANTED: dict[str, tuple[str, Change]] = {

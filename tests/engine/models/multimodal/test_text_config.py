@@ -84,7 +84,7 @@ def test_gemma_3_has_the_defaults_of_its_class(tmp_path: Path, caplog: pytest.Lo
     assert "Of Gemma3ForConditionalGeneration the text part is served, as Gemma3ForCausalLM" in caplog.text
     assert (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.vocab_size) == (8, 4, 256, 262208)
     assert (shape.max_position_embeddings, shape.dtype, shape.tie_word_embeddings) == (131072, torch.bfloat16, True)
-    assert [shape.sliding_windows.count(window) for window in (1024, None)] == [29, 5]
+    assert [shape.windows.count(window) for window in (1024, None)] == [29, 5]
     assert GenerationDefaults.load(tmp_path, load_hf_config(tmp_path)).eos_token_ids == (1, 106)
 
 
@@ -108,7 +108,7 @@ def test_routers_of_qwen3_vl_normalise_whatever_the_config_says(tmp_path: Path) 
 def test_fields_of_a_text_part_may_be_at_the_top(tmp_path: Path) -> None:
     shape = own(tmp_path, QWEN2_5_VL_7B)
     assert (shape.architecture, shape.num_layers, shape.vocab_size) == ("Qwen2ForCausalLM", 28, 152064)
-    assert (shape.sliding_windows, shape.max_position_embeddings) == ((None,) * 28, 128000)
+    assert (shape.windows, shape.max_position_embeddings) == ((None,) * 28, 128000)
     assert (shape.dtype, shape.rope.layer_types) == (torch.bfloat16, (None,))
     assert GenerationDefaults.load(tmp_path, load_hf_config(tmp_path)).eos_token_ids == (151645,)
 

@@ -31,8 +31,8 @@ class TorchAttention(AttentionBackend):
         keys_at = (tables.clamp(min=0)[:, :, None] * inputs.block_size + offsets).flatten(1)  # [num_tokens, num_keys]
         distance = positions[:, None] - torch.arange(keys_at.shape[1])
         visible = (distance >= 0) & (tables >= 0).repeat_interleave(inputs.block_size, dim=1)
-        if inputs.sliding_window is not None:
-            visible &= distance < inputs.sliding_window
+        if inputs.window is not None:
+            visible &= distance < inputs.window
         keys, values = (
             cache.flatten(0, 1)[keys_at].repeat_interleave(inputs.group_size, dim=2)
             for cache in (inputs.key_cache, inputs.value_cache)

@@ -62,7 +62,7 @@ def with_windows(family: str, path: Path) -> SavedModel:
 def test_windows_equal_those_of_transformers(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = with_windows(family, tmp_path)
     assert largest_error(saved) < TOLERANCE
-    windows = ModelConfig.from_hf(saved.model.config).sliding_windows
+    windows = ModelConfig.from_hf(saved.model.config).windows
     assert WINDOW in windows
     for change in (-1, 1):
         changed = tuple(window and window + change for window in windows)

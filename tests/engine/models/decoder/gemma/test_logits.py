@@ -134,7 +134,7 @@ PLANTED: dict[str, tuple[str, Change]] = {
     "logits not capped": ("gemma-4-31b", _with(logits_softcap=None)),
     "embeddings not scaled": ("gemma-4-12b", _with(embedding_multiplier=1.0)),
     "norms that add one": ("gemma-4-31b", _with(norms_add_one=True)),
-    "windows ignored": ("gemma-4-31b", _with(sliding_windows=(None,) * 4)),
+    "windows ignored": ("gemma-4-31b", _with(windows=(None,) * 4)),
     "another activation": ("gemma-4-12b", _with(activation="silu")),
     "the router's scale without the root of the width": ("gemma-4-26b-a4b", _with(weight_scales=WeightScales())),
 }
