@@ -64,7 +64,7 @@ def _prefix(checkpoint: Checkpoint, config: ModelConfig) -> str:
 
 
 def stored_parts(name: str, checkpoint: Checkpoint, config: ModelConfig, rank: int, size: int) -> list[Part]:
-    """Return what makes up our parameter ``name``, in the order of its rows.
+    """Return what makes up our parameter ``name``, in the order of its rows; nothing: its numbers are 1.
 
     Args:
         name: as our decoder has it; of experts, as ``unstack`` yields it.
@@ -75,6 +75,8 @@ def stored_parts(name: str, checkpoint: Checkpoint, config: ModelConfig, rank: i
     if ".experts." in name:
         experts = expert_parts(name, checkpoint, config, _prefix(checkpoint, config), rank, size)
         return [Part(*part) for part in experts]
+    if config.qk_norm == "unit" and name.endswith((".q_norm.weight", ".k_norm.weight")):
+        return []
     if name == HEAD and not config.tie_word_embeddings:
         return [Part(HEAD, shard_of(HEAD, config, rank, size))]
     if config.tie_word_embeddings and name in (EMBEDDING, HEAD):  # some checkpoints store the one, some the other

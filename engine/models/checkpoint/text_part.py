@@ -35,8 +35,9 @@ _DROPPED = re.compile(
     r"projector|vision_embedder|vision_encoder|vision_model|vision_projection|vision_tower|visual|visual_embeddings_table)\.|"
     r"(model\.)?image_newline$|mtp\.|thinker\.(audio_tower|visual)\.|talker\.|code2wav\.|token2wav\."
 )
-_WITH_TURNED_EXPERTS = ("Qwen3VLMoeForConditionalGeneration",)  # in some of their checkpoints
-_GATE_UP, _DOWN = ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"
+# Qwen3-VL's experts are turned in some checkpoints, Llama 4's wherever a tensor holds all of a layer.
+_WITH_TURNED_EXPERTS = ("Qwen3VLMoeForConditionalGeneration", "Llama4ForCausalLM", "Llama4ForConditionalGeneration")
+_GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
 
 
 def text_tensors(raw: Mapping[str, Any], stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -67,10 +68,10 @@ def text_tensors(raw: Mapping[str, Any], stored: dict[str, StoredTensor]) -> dic
 
 
 def with_experts_turned(architecture: str | None, weights: dict[str, Entry]) -> dict[str, Entry]:
-    """Return the weights of a text part, with Qwen3-VL's stacked experts as [num_experts, outputs, inputs].
+    """Return the weights of a text part, with the stacked experts of some models as [num_experts, outputs, inputs].
 
-    transformers saves them so; they are published as [num_experts, inputs, outputs]. The shapes of a layer's two
-    weights tell them apart:
+    transformers saves Qwen3-VL's so; they are published as [num_experts, inputs, outputs], as Llama 4's always are. The
+    shapes of a layer's two weights tell them apart:
 
                      [inputs, outputs]                    [outputs, inputs]
         gate_up_proj [hidden_size, 2 * intermediate]      [2 * intermediate, hidden_size]

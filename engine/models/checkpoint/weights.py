@@ -47,7 +47,7 @@ class _Parameter:
     name: str
     shape: list[int]  # this rank's
     dtype: torch.dtype
-    parts: list[Part]
+    parts: list[Part]  # none: its numbers are 1
     is_tied_head: bool = False  # whether it shares the embedding's tensor
 
     @property
@@ -209,7 +209,10 @@ def _assemble(
 
     It is a view of the file if it may be and its bytes need no change, else a copy.
     """
-    first, dtype = parameter.parts[0], parameter.dtype
+    dtype = parameter.dtype
+    if not parameter.parts:
+        return torch.ones(parameter.shape, dtype=dtype, device=device), True
+    first = parameter.parts[0]
     may_be_mapped = may_be_mapped and len(parameter.parts) == 1 and first.is_as_stored and device.type == "cpu"
     if may_be_mapped and not checkpoint.is_packed(first.name):
         weight = checkpoint.read(first.name, first.shard)

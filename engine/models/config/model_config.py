@@ -29,13 +29,14 @@ from engine.models.config.shapes.factors import attention_options, read_factors
 from engine.models.config.shapes.heads import KVHeads, LayerHeads, require_usual_layers, with_usual_heads
 from engine.models.config.shapes.latent import LatentShape
 from engine.models.config.shapes.mixers import Mixer, RecurrentShape, layer_types, read_mixers, read_recurrent
+from engine.models.config.shapes.query_growth import QueryGrowth
 from engine.models.config.shapes.rope import RopeConfig, check_longrope_length
 from engine.models.config.shapes.weight_scales import WeightScales
 from engine.models.config.values.divided import divided
 from engine.models.config.values.limits import read_count, require_integer
 from engine.models.config.values.rounded import rounded
 from engine.models.gguf.file import is_gguf
-from kernels.attention.window import Window
+from kernels.attention.window import Chunk, Window
 from kernels.layer_ops.base import Activation
 
 __all__ = ["ModelConfig", "load_hf_config", "read_with_transformers"]
@@ -65,6 +66,7 @@ class ModelConfig(ModelShape):
         per_layer_width: elements of an embedding that each layer has of each token; 0: there is none.
         wide_layers: layers whose dense feed-forward has twice ``intermediate_size`` features.
         windows: of each layer; None: it attends to everything.
+        query_growth: of queries in layers without RoPE; None: they have no factor. That of latents is in ``latent``.
         mixers: what mixes the tokens of each layer.
         recurrent: the recurrent layers; None: there are none.
         latent: latent attention; None: a layer caches keys and values.
@@ -105,6 +107,7 @@ class ModelConfig(ModelShape):
     mixers: tuple[Mixer, ...]
     recurrent: RecurrentShape | None = None
     latent: LatentShape | None = None
+    query_growth: QueryGrowth | None = None
     num_mtp_layers: int = 0
     without_feed_forward: frozenset[int] = frozenset()
     gates_attention: bool = False
@@ -148,6 +151,14 @@ class ModelConfig(ModelShape):
     def intermediate_size_of(self, layer: int) -> int:
         """Return the features of a layer's dense feed-forward."""
         return self.intermediate_size * (2 if layer in self.wide_layers else 1)
+
+    def has_qk_norm(self, layer: int) -> bool:
+        """Return whether an attention layer has norms of queries and keys."""
+        return self.qk_norm != "none" and (self.qk_norm != "unit" or self.rope.tables[layer] is not None)
+
+    def grows_queries(self, layer: int) -> bool:
+        """Return whether queries of an attention layer have a factor that grows with their position."""
+        return self.query_growth is not None and self.rope.tables[layer] is None
 
     def kv_heads(self, layer: int) -> KVHeads:
         """Return the heads of an attention layer's keys and values."""
@@ -268,7 +279,7 @@ class ModelConfig(ModelShape):
             )
         rope = RopeConfig.from_hf(config, family, head_dim if latent is None else latent.rope_dim)
         kinds = layer_types(config, family) if family.has_single_halves else None
-        layer_heads = LayerHeads.from_hf(config, family)
+        layer_heads, windows = LayerHeads.from_hf(config, family), _windows(config, family)
         is_wide = getattr(config, "use_double_wide_mlp", False)
         return cls(
             architecture=architecture,
@@ -287,7 +298,7 @@ class ModelConfig(ModelShape):
             ),
             tie_word_embeddings=bool(config.tie_word_embeddings),
             family=family,
-            qk_norm=family.qk_norm,
+            qk_norm="none" if family.qk_norm == "unit" and not config.use_qk_norm else family.qk_norm,
             qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
             output_bias=attention_bias if family.output_bias is None else family.output_bias,
             mlp_bias=bool(getattr(config, "mlp_bias", False)),
@@ -295,12 +306,13 @@ class ModelConfig(ModelShape):
             norms=family.norms,
             recurrent_norms=family.recurrent_norms or family.norms,
             norms_add_one=family.norms_add_one,
-            windows=_sliding_windows(config, family),
+            windows=windows,
             experts=None if family.experts is None else ExpertsShape.from_hf(config, family.experts),
             mixers=mixers,
             recurrent=read_recurrent(config, family) if set(mixers) & {"recurrent", "both"} else None,
             without_feed_forward=frozenset(i for i, kind in enumerate(kinds or ()) if kind not in ("mlp", "moe")),
             latent=latent,
+            query_growth=QueryGrowth.of_temperature(config) if family.grows_queries and latent is None else None,
             num_mtp_layers=read_count(config, "num_nextn_predict_layers") if family.has_mtp_layers else 0,
             gates_attention=family.gates_attention,
             has_feed_forward_gate=family.has_feed_forward_gate,
@@ -310,7 +322,7 @@ class ModelConfig(ModelShape):
             wide_layers=frozenset(layer_heads.shared) if is_wide else frozenset(),
             weight_scales=WeightScales.from_hf(config),
             dtype=config.dtype if isinstance(config.dtype, torch.dtype) else None,
-            attention_options=attention_options(config, family, [head_dim, *_dims(layer_heads)]),
+            attention_options=attention_options(config, family, [head_dim, *_dims(layer_heads)], windows),
             **read_factors(config, family, head_dim, latent),
             rope=rope,
             longrope_length=rope.longrope_length,
@@ -338,13 +350,16 @@ def _dims(layer_heads: LayerHeads) -> list[int]:
     return [heads.dim for heads in layer_heads.kv_heads.values()]
 
 
-def _sliding_windows(config: Any, family: Family) -> tuple[int | None, ...]:
+def _windows(config: Any, family: Family) -> tuple[Window | None, ...]:
     """Return each layer's window: Qwen names the sliding layers, Mistral's all slide when it has a window."""
-    window: int | None = getattr(config, "sliding_window", None)
+    window: Window | None = getattr(config, "sliding_window", None)
     kinds = layer_types(config, family)
     if kinds is None:
         return (window,) * int(config.num_hidden_layers)
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    of_kind = {"sliding_attention": window}
+    if "chunked_attention" in kinds:
+        of_kind["chunked_attention"] = Chunk(require_integer(config, "attention_chunk_size"))
+    return tuple(map(of_kind.get, kinds))
 
 
 def load_hf_config(path: str | Path) -> Any:

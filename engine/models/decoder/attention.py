@@ -19,8 +19,8 @@ __all__ = ["Attention"]
 class Attention(nn.Module):
     """Grouped-query attention over the paged cache.
 
-    Biases, QK norm, RoPE, soft-cap, sliding window and a gate of the output are optional. A layer may read the keys and
-    values of an earlier one, and has no projections and norms for them then.
+    Biases, QK norm, RoPE, factors of queries, soft-cap, window and a gate of the output are optional. A layer may read
+    the keys and values of an earlier one, and has no projections and norms for them then.
 
     Args:
         config: a rank's own share, ``ModelConfig.shard``.
@@ -39,8 +39,9 @@ class Attention(nn.Module):
         qkv_width = self.gate_width + query_width + 2 * key_width
         self.qkv_proj = nn.Linear(config.hidden_size, qkv_width, bias=config.qkv_bias)
         self.o_proj = RowParallelLinear(query_width, config.hidden_size, bias=config.output_bias, parallel=parallel)
-        widths = (kv_heads.dim, kv_heads.dim) if config.qk_norm == "head" else (query_width, key_width)  # together
-        exists = config.qk_norm != "none"
+        widths = (query_width, key_width) if config.qk_norm == "projection" else (kv_heads.dim, kv_heads.dim)
+        exists = config.has_qk_norm(layer)
+        self.grows_queries = config.grows_queries(layer)
         self.q_norm, self.k_norm = (
             norm_if(exists, config, widths[0]),
             norm_if(exists and self.stores, config, widths[1]),
@@ -55,6 +56,9 @@ class Attention(nn.Module):
         gate_and_qkv = self.qkv_proj(hidden)
         qkv = gate_and_qkv[:, self.gate_width :]
         query = self.ops.rotate_and_store(qkv, self.q_norm, self.k_norm, rotation, cache, self.value_eps)
+        if self.grows_queries:
+            assert context.query_factors is not None
+            query = (query * context.query_factors).to(query.dtype)
         inputs = AttentionInputs(query, key_cache, value_cache, metadata, self.scale, self.window, self.softcap)
         attended = context.backend.forward(inputs).flatten(1)
         if self.gate_width:

@@ -18,8 +18,8 @@ from engine.models.config.model_config import ModelConfig
 from engine.models.decoder.cpu_layer_inputs import CpuLayerInputs
 from engine.models.decoder.cpu_layers import packed_layer, set_parameter
 from engine.models.decoder.forward_context import ForwardContext
-from engine.models.decoder.latent_attention import growth_factors
 from engine.models.decoder.parallel_layers import VocabParallelEmbedding
+from engine.models.decoder.query_growth import growth_factors
 from engine.models.tensor_parallel import TensorParallel
 from kernels.attention import c_kernel
 from kernels.cpu.experts import experts
@@ -101,6 +101,8 @@ class CpuDecoder:
         self.attention, self.layer_caches = own.attention, own.layer_caches
         self.layers = [packed_layer(own, index, kind, dtype) for index in range(config.num_layers)]
         for layer, table in zip(self.layers, config.rope.tables, strict=True):
+            if table is None and own.query_growth is not None:
+                layer.set_growth(growth_factors(own.query_growth, torch.arange(len(rope[0]))))
             if table is not None:
                 layer.set_rope(rope[table])
                 if layer.latent is not None and own.latent is not None and own.latent.query_growth is not None:

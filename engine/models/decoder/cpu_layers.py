@@ -153,6 +153,7 @@ def _expert_sizes(experts: ExpertsShape, hidden_size: int) -> ExpertSizes:
         num_groups=1 if groups is None else groups.count,
         top_groups=1 if groups is None else groups.chosen,
         groups_sum_two=groups is not None and groups.score == "two_best",
+        scales_inputs=experts.scales_inputs,
     )
 
 

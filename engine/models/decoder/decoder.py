@@ -22,6 +22,7 @@ from engine.models.decoder.latent_attention import LatentAttention
 from engine.models.decoder.norms import RMSNorm, norm_if
 from engine.models.decoder.parallel_layers import VocabParallelEmbedding
 from engine.models.decoder.per_layer_inputs import PerLayerInput, PerLayerInputs
+from engine.models.decoder.query_growth import growth_factors
 from engine.models.decoder.recurrent.layer import RecurrentLayer, recurrent_layer
 from engine.models.tensor_parallel import TensorParallel
 from kernels.layer_ops.base import Addend, LayerOps, Rotation
@@ -161,6 +162,9 @@ class Decoder(nn.Module):
         if multiplier != 1.0:
             hidden = hidden * multiplier
         rotations = [Rotation(table, positions, hidden.dtype) for table in self.rope]
+        if self.config.query_growth is not None:
+            factors = growth_factors(self.config.query_growth, positions)
+            context = replace(context, query_factors=factors.view(-1, 1, 1))
         own_inputs: Iterable[torch.Tensor | None] = repeat(None, len(self.layers))
         if self.per_layer_inputs is not None:
             own_inputs = self.per_layer_inputs(token_ids, hidden).unbind(1)

@@ -104,6 +104,7 @@ class SparseMoeBlock(nn.Module):
             gated=shape.has_gate,
             activation=shape.activation,
             expert_scale=self.expert_scale,
+            scales_inputs=shape.scales_inputs,
         )
         return routed if self.fc2_latent_proj is None else self.fc2_latent_proj(routed)
 

@@ -36,6 +36,7 @@ class ForwardContext:
         windows: as ``metadata``, of the pages of each window that has pages of its own.
         recurrent: the step's batch for layers with states; None if the model has none.
         choice: of layers with sparse attention.
+        query_factors: float32 [num_tokens, 1, 1], of queries in layers without RoPE; None: they have none.
     """
 
     backend: AttentionBackend
@@ -44,6 +45,7 @@ class ForwardContext:
     windows: Mapping[Window, AttentionMetadata] = field(default_factory=dict)
     recurrent: RecurrentMetadata | None = None
     choice: SparseChoice = field(default_factory=SparseChoice)
+    query_factors: torch.Tensor | None = None
 
     def metadata_for(self, window: Window | None) -> AttentionMetadata:
         """Return the step's metadata for layers with this window, whose pages may be those of all layers."""

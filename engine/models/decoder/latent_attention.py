@@ -6,15 +6,16 @@ import torch
 from torch import nn
 
 from engine.models.config.model_config import ModelConfig
-from engine.models.config.shapes.latent import LatentShape, QueryGrowth
+from engine.models.config.shapes.latent import LatentShape
 from engine.models.decoder.forward_context import ForwardContext
 from engine.models.decoder.indexer import Indexer
 from engine.models.decoder.parallel_layers import RowParallelLinear
+from engine.models.decoder.query_growth import growth_factors
 from engine.models.tensor_parallel import TensorParallel
 from kernels.attention.base import AttentionInputs
 from kernels.layer_ops.base import LatentCache, LayerOps, Rotation
 
-__all__ = ["LatentAttention", "growth_factors"]
+__all__ = ["LatentAttention"]
 
 
 class LatentNorm(nn.Module):
@@ -115,8 +116,3 @@ class LatentAttention(nn.Module):
         attended = self.kv_b_proj.to_values(context.backend.forward(inputs))
         output: torch.Tensor = self.o_proj(attended.flatten(1))
         return output
-
-
-def growth_factors(growth: QueryGrowth, positions: torch.Tensor) -> torch.Tensor:
-    """Return the factors of the queries at ``positions`` [num_tokens], float32."""
-    return 1.0 + growth.beta * torch.log(1.0 + positions // growth.length)

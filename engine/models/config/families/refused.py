@@ -10,7 +10,6 @@ _TWO_LATENTS = "each of its layers has two latent attentions, and experts that c
 _LATENT = "no test has compared its latent attention with transformers"
 _KIMI_K3 = "its text part is not Kimi Linear: latent attention has gates, layers add earlier ones, and SiTU is for SiLU"
 _SPARSE = "its sparse attention chooses keys in a way of its own, which is not computed"
-_CHUNKED = "its chunked attention is not computed by the attention backends"
 _ENCODER = "it is an encoder, or needs one"
 _OWN_ATTENTION = "its modules do not use transformers' attention interface"
 _ALIBI = "it has ALiBi instead of positions, and its modules do not use transformers' attention interface"
@@ -57,7 +56,6 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
     "its tokens are bytes, which an encoder of its own joins to patches": ("BltForCausalLM",),
     "it may give logits for fewer tokens than it reads": ("Apertus1p5TextForCausalLM",),
     "each of its layers runs several times a token, with keys and values of its own each time": ("DoryForCausalLM",),
-    _CHUNKED: ("Llama4ForCausalLM",),
     _ENCODER: (
         "BartForCausalLM",
         "BertGenerationDecoder",
@@ -171,7 +169,6 @@ REFUSED_TEXT_PARTS = {
     "Inkling2LoopForConditionalGeneration": "Inkling2LoopForCausalLM",
     "InklingForConditionalGeneration": "InklingForCausalLM",
     "Lfm3VlForConditionalGeneration": "Lfm3ForCausalLM",
-    "Llama4ForConditionalGeneration": "Llama4ForCausalLM",
     "MiniMaxM3SparseForConditionalGeneration": "MiniMaxM3VLForCausalLM",
     "Qwen4ExpForConditionalGeneration": "Qwen4ExpForCausalLM",
 }

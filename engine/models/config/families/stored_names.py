@@ -17,6 +17,7 @@ __all__ = [
     "GRANITE_HYBRID",
     "KIMI_LINEAR",
     "LFM2",
+    "LLAMA4",
     "MAMBA2",
     "NEMOTRON_H",
     "OLMO",
@@ -65,6 +66,7 @@ LFM2 = {
     "down_proj": "w2",
     "mlp.experts.down_proj": "feed_forward.experts.down_proj",  # of all experts, in one tensor
 }
+LLAMA4 = {"mlp": "feed_forward", "mlp.gate": "feed_forward.router"}
 DEEPSEEK = {"mlp.shared_expert": "mlp.shared_experts", "mlp.expert_bias": "mlp.gate.e_score_correction_bias"}
 KIMI_LINEAR = DEEPSEEK | {"recurrent": "self_attn", "out_proj": "o_proj", "gated_norm": "o_norm"}
 QWEN_GATED_DELTA = {"recurrent": "linear_attn", "conv": "conv1d", "gated_norm": "norm"}

@@ -18,6 +18,7 @@ from engine.models.config.families.stored_names import (
     GRANITE_HYBRID,
     KIMI_LINEAR,
     LFM2,
+    LLAMA4,
     MAMBA2,
     NEMOTRON_H,
     OLMO,
@@ -37,11 +38,23 @@ __all__ = [
 ]
 
 NormPlacement = Literal["before", "after", "around"]  # of attention and feed-forward
-QKNorm = Literal["none", "head", "projection"]  # of queries and keys: none, over each head, over all heads together
+# Of queries and keys: none, over each head, over all heads together; unit: over each head of the layers with RoPE,
+# without weights, if the config's use_qk_norm says so.
+QKNorm = Literal["none", "head", "projection", "unit"]
 
 RecurrentKind = Literal["gated_delta", "kimi_delta", "mamba", "conv"]
 ExpertsFormat = Literal[
-    "qwen", "mixtral", "lfm2", "granite", "nemotron", "gemma4", "deepseek_v2", "deepseek_v3", "mistral4", "kimi"
+    "qwen",
+    "mixtral",
+    "lfm2",
+    "granite",
+    "nemotron",
+    "gemma4",
+    "deepseek_v2",
+    "deepseek_v3",
+    "mistral4",
+    "kimi",
+    "llama4",
 ]
 # optional: if the config's position_embedding_type says so; with_theta: if its RoPE parameters have a base
 HasRope = Literal["always", "optional", "with_theta", "never"]
@@ -90,7 +103,8 @@ class Family:
         has_single_halves: a layer either mixes tokens or has a feed-forward, as its type says.
         has_latents: attention is latent: the cache keeps a vector for all heads.
         index_rotation: latent attention reads tokens that an indexer chooses, whose keys are rotated so; None: all.
-        grows_queries: queries have a factor that grows with their position, if the RoPE parameters name one.
+        grows_queries: queries have a factor that grows with their position, if the RoPE parameters name one; of models
+            without latents those of layers without RoPE, if the config's attn_temperature_tuning says so.
         has_mtp_layers: layers that predict further tokens may be stored after the last one; they are not needed.
         gates_attention: attention's output is multiplied by the sigmoid of a gate, stored with each head's query.
         has_feed_forward_gate: feed-forwards multiply by a gate; without it they square what a ReLU leaves.
@@ -141,6 +155,11 @@ class Family:
     def has_experts(self) -> bool:
         """Whether feed-forwards may be mixtures of experts."""
         return self.experts is not None
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether layers may attend within chunks of the positions."""
+        return "chunked_attention" in self.layer_types
 
 
 _HYBRID = ("full_attention", "linear_attention")
@@ -279,6 +298,18 @@ ARCHITECTURES = {
         has_depth_multipliers=True,
         rope_types=(*_ROPE_TYPES, "longrope"),
         has_latents=True,
+    ),
+    "Llama4ForCausalLM": Family(
+        qk_norm="unit",
+        qkv_bias=None,
+        output_bias=None,
+        stored_names=LLAMA4,
+        rotates_neighbours=True,
+        has_unrotated_layers=True,
+        rope_types=("default", "linear", "llama3"),
+        experts="llama4",
+        layer_types=("full_attention", "chunked_attention"),
+        grows_queries=True,
     ),
     "Lfm2ForCausalLM": _LFM2,
     "Lfm2MoeForCausalLM": replace(_LFM2, experts="lfm2"),

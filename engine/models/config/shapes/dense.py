@@ -18,6 +18,8 @@ def intermediate_size(config: Any) -> int:
     """Return the features of dense feed-forwards; 0 if a config names none, because no layer has one."""
     if hasattr(config, "shared_intermediate_size"):  # Granite 4, whose intermediate_size is that of experts
         return require_integer(config, "shared_intermediate_size")
+    if hasattr(config, "intermediate_size_mlp"):  # Llama 4, whose intermediate_size is that of experts, too
+        return require_integer(config, "intermediate_size_mlp")
     size = require_integer(config, "intermediate_size") if hasattr(config, "intermediate_size") else 0
     if not getattr(config, "block_auto_adjust_ff_dim", False):
         return size

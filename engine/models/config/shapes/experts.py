@@ -56,6 +56,7 @@ class ExpertsShape:
         has_expert_scales: whether the checkpoint has a factor of each expert's weight.
         is_beside_dense: whether these layers have a dense feed-forward, too, whose output is added.
         latent_size: features that routed experts read and write, by projections around all of them; None: no such.
+        scales_inputs: whether the chosen experts' weights multiply what they read, and not what they return.
     """
 
     num_experts: int
@@ -76,6 +77,7 @@ class ExpertsShape:
     has_expert_scales: bool = False
     is_beside_dense: bool = False
     latent_size: int | None = None
+    scales_inputs: bool = False
 
     @classmethod
     def from_hf(cls, config: Any, experts_format: ExpertsFormat) -> ExpertsShape | None:
@@ -205,6 +207,21 @@ def _gemma4(config: Any) -> ExpertsShape:
     )
 
 
+def _llama4(config: Any) -> ExpertsShape:
+    inner = require_integer(config, "intermediate_size")
+    return ExpertsShape(
+        num_experts=require_integer(config, "num_local_experts", smallest=0),
+        experts_per_token=0,
+        intermediate_size=inner,
+        normalizes_weights=False,
+        shared_intermediate_size=inner,
+        layers=frozenset(_listed_layers(config, "moe_layers")) & _all_layers(config),
+        scores="sigmoid",
+        gates_shared_expert=False,
+        scales_inputs=True,
+    )
+
+
 def _deepseek_v2(config: Any) -> ExpertsShape:
     _require(config, "norm_topk_prob", False)
     has_groups = config.topk_method == "group_limited_greedy"
@@ -315,6 +332,7 @@ _READERS: dict[ExpertsFormat, Callable[[Any], ExpertsShape]] = {
     "deepseek_v3": _deepseek_v3,
     "mistral4": _mistral4,
     "kimi": _kimi,
+    "llama4": _llama4,
 }
 
 
@@ -326,11 +344,17 @@ def _all_layers(config: Any) -> frozenset[int]:
     return frozenset(range(config.num_hidden_layers))
 
 
+def _listed_layers(config: Any, name: str) -> list[int]:
+    """Return the layers that a field lists; none if it is absent or null."""
+    layers = getattr(config, name, None) or []
+    if not isinstance(layers, list) or any(type(layer) is not int for layer in layers):
+        raise ModelLoadError(f"{name}={shown(layers)} is not a list of layers; correct config.json")
+    return layers
+
+
 def _sparse_layers(config: Any) -> frozenset[int]:
     """Return the indices of the layers that have experts in Qwen's models."""
-    step, dense = require_integer(config, "decoder_sparse_step"), getattr(config, "mlp_only_layers", None) or []
-    if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
-        raise ModelLoadError(f"mlp_only_layers={shown(dense)} is not a list of layers; correct config.json")
+    step, dense = require_integer(config, "decoder_sparse_step"), _listed_layers(config, "mlp_only_layers")
     return frozenset(
         layer for layer in range(config.num_hidden_layers) if layer not in dense and (layer + 1) % step == 0
     )

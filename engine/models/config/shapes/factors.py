@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from engine.models.config.families.table import Family
 from engine.models.config.shapes.latent import LatentShape
 from engine.models.config.values.limits import require_number
 from kernels.attention.registry import LARGEST_HEAD_DIM
+from kernels.attention.window import Chunk, Window
 
 __all__ = ["attention_options", "read_factors"]
 
@@ -47,12 +49,15 @@ def read_factors(config: Any, family: Family, head_dim: int, latent: LatentShape
     }
 
 
-def attention_options(config: Any, family: Family, head_dims: list[int]) -> frozenset[str]:
+def attention_options(
+    config: Any, family: Family, head_dims: list[int], windows: Iterable[Window | None]
+) -> frozenset[str]:
     """Return what the layers need of an attention backend: see ``kernels.attention.registry``."""
     needed = {
         "softcap": family.caps_attention and config.attn_logit_softcapping is not None,
         "large_heads": max(head_dims) > LARGEST_HEAD_DIM,
         "latent": family.has_latents and family.index_rotation is None,
         "sparse": family.index_rotation is not None,
+        "chunks": any(isinstance(window, Chunk) for window in windows),
     }
     return frozenset(name for name, is_needed in needed.items() if is_needed)

@@ -11,19 +11,12 @@ from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.kv.layer_cache import Latent, LayerCache
 from engine.models.config.families.table import Family
 from engine.models.config.shapes.index import IndexShape
+from engine.models.config.shapes.query_growth import QueryGrowth
 from engine.models.config.values.limits import require_integer, require_number
 
-__all__ = ["LatentShape", "QueryGrowth"]
+__all__ = ["LatentShape"]
 
 _NORM_EPS = 1e-6  # of every family, whatever rms_norm_eps is
-
-
-@dataclass(frozen=True, kw_only=True)
-class QueryGrowth:
-    """A factor of queries that grows with their position: 1 + beta * log(1 + position // length) (Llama 4)."""
-
-    beta: float
-    length: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +92,7 @@ class LatentShape:
             nope_dim=require_integer(config, "qk_nope_head_dim"),
             rope_dim=rope_dim,
             value_dim=require_integer(config, "v_head_dim"),
-            query_growth=_query_growth(config) if family.grows_queries else None,
+            query_growth=QueryGrowth.of_rope(config) if family.grows_queries else None,
             index=None if family.index_rotation is None else IndexShape.from_hf(config, family.index_rotation),
         )
 
@@ -116,14 +109,3 @@ class LatentShape:
         amount, factor = require_number(values, "mscale_all_dim"), require_number(values, "factor")
         growth = 0.1 * amount * math.log(factor) + 1.0 if factor > 1 else 1.0
         return scale * growth * growth
-
-
-def _query_growth(config: Any) -> QueryGrowth | None:
-    parameters = config.rope_parameters or {}
-    if parameters.get("llama_4_scaling_beta") is None:
-        return None
-    values = SimpleNamespace(**parameters)
-    return QueryGrowth(
-        beta=require_number(values, "llama_4_scaling_beta"),
-        length=require_integer(values, "original_max_position_embeddings"),
-    )

@@ -19,6 +19,7 @@ RecurrentShape = GatedDeltaShape | KimiDeltaShape | MambaShape | ConvShape
 _MIXERS: dict[str, Mixer] = {
     "full_attention": "attention",
     "sliding_attention": "attention",
+    "chunked_attention": "attention",
     "indexed_attention": "attention",
     "linear_attention": "recurrent",
     "conv": "recurrent",

@@ -26,6 +26,7 @@ from tests.engine.models.decoder.dense_families import DENSE_FAMILIES
 from tests.engine.models.decoder.experts.test_logits import WINDOWED
 from tests.engine.models.decoder.gemma.gemma_families import GEMMA_FAMILIES
 from tests.engine.models.decoder.latent.latent_families import LATENT_FAMILIES, latent_architecture
+from tests.engine.models.decoder.llama4.llama4_models import LLAMA4_MODELS
 from tests.engine.models.decoder.recurrent.recurrent_families import RECURRENT_FAMILIES, recurrent_architecture
 from tests.engine.models.gguf.converted import ARCHITECTURES as GGUF_MODELS
 from tests.engine.models.multimodal.tiny_checkpoints import COMPARED_APART, TINY
@@ -90,6 +91,11 @@ loaded.
 
 Layers of Gemma 4 differ in the size and number of their heads, and the last ones of E2B and E4B read the keys and
 values of earlier ones. Their logits, tokens and beams are compared likewise (`tests/engine/models/decoder/gemma/`).
+
+Layers of Llama 4 attend to their own chunk of the context, and every fourth, without positions, to all of it. Pages of
+a chunk are freed when the next one begins, and a cached prompt is hit without those of earlier chunks. Contexts of
+several chunks are compared likewise (`tests/engine/models/decoder/llama4/`). On a GPU the Triton kernels compute
+chunks, and flash-attn does not.
 
 | architecture | tiny models compared | attention and feed-forward | ranks compared |
 | --- | --- | --- | --- |
@@ -218,6 +224,7 @@ def own_models() -> dict[str, list[str]]:
         name: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type] for name, (model_type, _) in GEMMA_FAMILIES.items()
     }
     architectures |= {name: latent_architecture(name) for name in LATENT_FAMILIES}
+    architectures |= dict.fromkeys(LLAMA4_MODELS, "Llama4ForCausalLM")
     models: dict[str, list[str]] = {}
     for name, architecture in sorted(architectures.items()):
         models.setdefault(architecture, []).append(name)
@@ -279,16 +286,17 @@ def _own_row(architecture: str, names: list[str]) -> str:
         recurrent.get(family.recurrent or "", ""): family.recurrent is not None,
         "latent attention": family.has_latents and family.index_rotation is None,
         "sparse latent attention": family.index_rotation is not None,
-        "full attention": family.recurrent is not None
+        "full attention": (family.recurrent is not None or family.has_chunks)
         and "full_attention" in family.layer_types
         and not family.has_latents,
+        "chunked attention": family.has_chunks,
         "sliding windows": any(windows),
         "soft-caps": family.caps_attention,
         "experts": family.has_experts,
         "shared keys and values": any(option.get("num_kv_shared_layers") for option in options),
     }
     ranks = "2 and 4" if names[0] in SHARED_BY_RANKS else "by transformers' modules"
-    if family.recurrent is not None or family.has_layer_heads or family.has_latents:
+    if family.recurrent is not None or family.has_layer_heads or family.has_latents or family.has_chunks:
         ranks = "refused" if family.qk_norm == "projection" else "2"
     return f"| `{architecture}` | {', '.join(names)} | {_listed(features)} | {ranks} |"
 
@@ -298,6 +306,8 @@ def _own_options(name: str) -> dict[str, Any]:
         return LATENT_FAMILIES[name][1]
     if name in RECURRENT_FAMILIES:
         return RECURRENT_FAMILIES[name][1]
+    if name in LLAMA4_MODELS:
+        return LLAMA4_MODELS[name]
     if name in GEMMA_FAMILIES:
         return {"sliding_window": WINDOW} | GEMMA_FAMILIES[name][1]
     if name in DENSE_FAMILIES:

@@ -43,12 +43,6 @@ PUBLISHED: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "Kimi-VL-A3B": ("KimiVLForConditionalGeneration", "kimi_vl", OWN_CODE, NO_CLASS),
     "Kimi-K3": ("KimiK3ForConditionalGeneration", "kimi_k3", OWN_CODE, "its text part is not Kimi Linear"),
     "Llama-3_3-Nemotron-Super-49B": ("DeciLMForCausalLM", "nemotron-nas", OWN_CODE, NO_CLASS),
-    "Llama-4-Scout-17B-16E": (
-        "Llama4ForConditionalGeneration",
-        "llama4",
-        {},
-        part("Llama4ForCausalLM", "its chunked attention"),
-    ),
     "MiMo-7B-Base": ("MiMoForCausalLM", "mimo", {}, NO_CLASS),
     "Llama-3.2-11B-Vision-Instruct": ("MllamaForConditionalGeneration", "mllama", {}, NOT_COMPARED),
     "MiniMax-M3": ("MiniMaxM3ForCausalLM", "minimax_m3", {}, INDEXED),

@@ -23,6 +23,10 @@ from tests.engine.models.multimodal.tiny_multimodal import (
 
 GEMMA4_VISION = PLAIN_VISION | {"model_type": "gemma4_vision", "num_key_value_heads": 2, "head_dim": 8}
 GEMMA4_VISION |= {"patch_size": 2, "position_embedding_size": 4, "pooling_kernel_size": 2}
+LLAMA4_VISION = PLAIN_VISION | {"image_size": 28, "patch_size": 14, "vision_output_dim": 16}
+LLAMA4_VISION |= {"projector_input_dim": 16, "projector_output_dim": 16}
+LLAMA3 = {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0}
+LLAMA3 |= {"original_max_position_embeddings": 8}
 LLAVA_NAMES = ("language_model.model.layers.0.self_attn.q_proj.weight", "language_model.model.embed_tokens.weight")
 LLAVA_NAMES += ("language_model.lm_head.weight", "multi_modal_projector.linear_1.weight")
 
@@ -187,6 +191,25 @@ PUBLISHED_KINDS: dict[str, TinyMultimodal] = {
         | {"model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 24, "eos_token_id": 2},
         {"vision_config": QWEN_VISION | {"model_type": "qwen3_5_moe"}, "tie_word_embeddings": False, **IMAGE_TOKENS},
         ("model.language_model.layers.0.mlp.shared_expert_gate.weight", "lm_head.weight"),
+    ),
+    "llama4": TinyMultimodal(
+        "Llama-4-Scout-17B-16E-Instruct, Llama-4-Maverick-17B-128E-Instruct",
+        "Llama4ForConditionalGeneration",
+        "llama4",
+        TEXT
+        | {"model_type": "llama4_text", "head_dim": 16, "num_hidden_layers": 4, "attention_chunk_size": 8}
+        | {"intermediate_size_mlp": 56, "interleave_moe_layer_step": 2, "num_local_experts": 4, "use_qk_norm": True}
+        | {"rope_theta": 5e5, "rope_scaling": LLAMA3, "floor_scale": 4, "torch_dtype": "float32"},
+        {"vision_config": LLAMA4_VISION, "tie_word_embeddings": False, "image_token_index": 119}
+        | {"boi_token_index": 117, "eoi_token_index": 118},
+        (
+            "language_model.model.layers.0.feed_forward.gate_proj.weight",
+            "language_model.model.layers.1.feed_forward.experts.gate_up_proj",
+            "language_model.model.layers.1.feed_forward.shared_expert.down_proj.weight",
+            *("language_model.model.layers.1.feed_forward.router.weight", "language_model.lm_head.weight"),
+            *("vision_model.patch_embedding.linear.weight", "multi_modal_projector.linear_1.weight"),
+        ),
+        generates_with="language_model",  # the class asks that for the outputs of images
     ),
     "lfm2-vl": TinyMultimodal(
         "LFM2-VL-450M, LFM2-VL-1.6B, LFM2.5-VL-1.6B",

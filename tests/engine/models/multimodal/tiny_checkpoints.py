@@ -28,7 +28,7 @@ COMPARED_APART = {
     ),
 }
 # Every layout of names, experts, and states.
-FEW = ("gemma3", "ministral3", "qwen2.5-vl", "qwen3-vl-moe", "qwen3.5-moe", "smolvlm")
+FEW = ("gemma3", "llama4", "ministral3", "qwen2.5-vl", "qwen3-vl-moe", "qwen3.5-moe", "smolvlm")
 CASES = [name if name in FEW else pytest.param(name, marks=pytest.mark.long) for name in TINY]  # few in `make test`
 
 
@@ -60,7 +60,8 @@ def save(name: str, path: Path, *, as_published: bool = True) -> Saved:
         index.write_text(json.dumps({"metadata": {}, "weight_map": files}))
     if as_published:
         assert set(tiny.names) <= weights.keys(), sorted(weights)
-    return Saved(path, getattr(transformers, tiny.architecture).from_pretrained(path, dtype=torch.float32), weights)
+    whole = getattr(transformers, tiny.architecture).from_pretrained(path, dtype=torch.float32)
+    return Saved(path, whole.get_submodule(tiny.generates_with), weights)
 
 
 def _published(name: str, tiny: TinyMultimodal) -> str:

@@ -97,6 +97,7 @@ class TinyMultimodal:
         is_flat: the fields of the text part are at the top.
         published_as: the architecture in published files, where it is another name.
         experts_are_turned: stacked experts are stored as [num_experts, inputs, outputs].
+        generates_with: the module that is compared: the whole class, or its text part where that fails without images.
     """
 
     published: str
@@ -109,6 +110,7 @@ class TinyMultimodal:
     is_flat: bool = False
     experts_are_turned: bool = False
     published_as: str | None = None
+    generates_with: str = ""
 
     @property
     def text_type(self) -> str:

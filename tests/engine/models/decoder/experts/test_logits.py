@@ -66,7 +66,7 @@ def test_windows_equal_those_of_transformers(family: str, tmp_path: Path, monkey
     assert WINDOW in windows
     for change in (-1, 1):
         changed = tuple(window and window + change for window in windows)
-        monkeypatch.setattr(config_module, "_sliding_windows", lambda *_, changed=changed: changed)
+        monkeypatch.setattr(config_module, "_windows", lambda *_, changed=changed: changed)
         assert largest_error(saved) > 10 * TOLERANCE
 
 
