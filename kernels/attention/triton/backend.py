@@ -37,7 +37,7 @@ _MULTIPROCESSORS_INTERPRETED = 16  # what the interpreter pretends to have
 
 @dataclass(frozen=True, slots=True)
 class _SplitPlan:
-    """The splits of a step's decodes, for all layers with one window; see decode.py."""
+    """The splits of a step's decodes, for all layers with one window and as many keys in a tile; see decode.py."""
 
     first_item: torch.Tensor  # int32 [num_decodes + 1]
     item_sequences: torch.Tensor  # int32 [items, at most]
@@ -50,7 +50,7 @@ class TritonBackend(AttentionBackend):
     default_block_size: ClassVar[int] = 16
 
     def __init__(self) -> None:
-        self._plans: StepCache[Window | None, _SplitPlan] = StepCache()
+        self._plans: StepCache[tuple[Window | None, int], _SplitPlan] = StepCache()
 
     @classmethod
     def why_unusable(cls, device: torch.device) -> str | None:
@@ -78,7 +78,8 @@ class TritonBackend(AttentionBackend):
         output = inputs.query.new_empty(*inputs.query.shape[:2], inputs.value_dim)
         metadata, layer = inputs.metadata, _layer_shape(inputs)
         if metadata.num_decodes:
-            plan = self._plans.get(metadata, layer.window, lambda: _plan_splits(metadata, layer))
+            key = layer.window, layer.keys_per_tile
+            plan = self._plans.get(metadata, key, lambda: _plan_splits(metadata, layer))
             _launch_decodes(output, inputs, layer, plan)
         if metadata.num_decodes < metadata.num_seqs:
             _launch_prefills(output, inputs, layer)

@@ -143,6 +143,20 @@ def test_long_decodes_beside_a_prefill_are_split_too(
     assert plan.item_sequences[: len(listed)].tolist() == listed
 
 
+@pytest.mark.long
+def test_layers_with_other_heads_share_no_splits(backend: TritonBackend, kernel_device: torch.device) -> None:
+    """Their splits are multiples of another tile, so that those of the first layer would end before the context."""
+    narrow, wide = (
+        make_batch(
+            [(1, 4200)], Shape(num_heads=1, num_kv_heads=1, head_dim=width, block_size=256), device=kernel_device
+        )
+        for width in (16, 128)
+    )
+    wide = replace(wide, metadata=narrow.metadata)
+    backend.forward(narrow.inputs())
+    assert_matches(wide.run(backend), wide.expected())
+
+
 @pytest.mark.parametrize(("window", "options"), [(None, ("softcap", "sinks")), (300, ()), (Chunk(310), ())])
 def test_what_a_sequence_gets_does_not_depend_on_the_batch(
     backend: TritonBackend, kernel_device: torch.device, window: Window | None, options: tuple[str, ...]
