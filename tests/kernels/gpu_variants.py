@@ -119,6 +119,14 @@ def _run_recurrent(*, dtype: torch.dtype, model: str) -> None:
     run_recurrent(RECURRENT_MODELS[model], dtype)
 
 
+_LATENTS = (  # rank, elements that are rotated, query heads
+    (512, 64, 128),  # DeepSeek V3
+    (512, 64, 20),  # GLM-4.7-Flash
+    (512, 64, 2),  # Youtu on eight GPUs
+    (256, 32, 40),  # MiniCPM3
+    (256, 32, 5),  # on eight GPUs
+    (256, 64, 32),  # Mistral 4
+)
 VARIANTS = {
     "attention": _Kernels(
         run_attention,
@@ -133,11 +141,11 @@ VARIANTS = {
     ),
     "sparse": _Kernels(
         _run_sparse,
-        {"dtype": DTYPES, "num_heads": (8, 64), "num_index_heads": (32, 64), "block_size": (16, 256)},
+        {"dtype": DTYPES, "num_heads": (8, 64, 128), "num_index_heads": (32, 64), "block_size": (16, 256)},
     ),
     "latents": _Kernels(
         run_latents,
-        {"shape": ((512, 64, 16), (512, 64, 20), (256, 32, 5)), "dtype": DTYPES, "block_size": (16, 256)},
+        {"shape": _LATENTS, "dtype": DTYPES, "block_size": (16, 256)},
     ),
     "layers": _Kernels(_run_layers, {"model": tuple(MODELS), "dtype": DTYPES}),
     "recurrent": _Kernels(_run_recurrent, {"model": tuple(RECURRENT_MODELS), "dtype": DTYPES}),

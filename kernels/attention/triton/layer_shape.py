@@ -62,8 +62,8 @@ class LayerShape:
     @property
     def prefill_rows(self) -> int:
         """Rows of a tile with several queries."""
-        is_odd_group = self.group_size & (self.group_size - 1) > 0
-        if self.dim_padded > 256 and (is_odd_group if self.rope_dim else self.element_size == 4):
+        needs_fewest = self.group_size == 2 or self.group_size & (self.group_size - 1) > 0
+        if self.dim_padded > 256 and (needs_fewest if self.rope_dim else self.element_size == 4):
             return self.decode_rows  # with more, ptxas spills registers for sm_100
         # Products of float32, without tensor cores, need the most registers, and so do long latents.
         needs_most = self.element_size == 4 or (self.rope_dim > 0 and self.dim_padded > 256)
