@@ -32,7 +32,7 @@ from tests.gpu_rehearsal import (
 )
 from tests.gpu_rehearsal.code_lines import caller_line
 from tests.gpu_rehearsal.device_tensor import DeviceTensor
-from tests.gpu_rehearsal.kernel_contracts import ContractError
+from tests.gpu_rehearsal.kernel_contracts import ContractError, plain
 from tests.gpu_rehearsal.machine import Machine
 
 __all__ = ["Launches"]
@@ -58,7 +58,8 @@ class Launches:
         variants: each (kernel, key) that was launched, with the line of its first launch.
         counts: launches of each kernel.
         arguments: the integers that each kernel got, by "kernel.argument".
-        computes: whether attention and cache writes compute their results; else they only check their arguments.
+        computes: whether attention and cache writes compute their results; else they only check their arguments, and
+            attention's output is zero.
         is_serving: the engine has said that it is ready: a variant that is new now is an error.
     """
 
@@ -142,6 +143,8 @@ class Launches:
                     result = CONTRACTS[name](SimpleNamespace(**bound.arguments), grid)
                     if self.computes or name in ALWAYS_COMPUTED:
                         result()
+                    elif "output" in bound.arguments:
+                        plain(bound.arguments["output"]).zero_()  # a step whose result is NaN ends its requests
             except ContractError as error:
                 raise ContractError(f"{name}: {error}, launched at {line}") from error
 

@@ -17,6 +17,7 @@ from engine.sampling_params import SamplingParams
 from tests.engine.checkpoints import VOCAB_SIZE, build_model, save_checkpoint
 from tests.gpu_rehearsal.code_lines import ROOT
 from tests.gpu_rehearsal.rehearsal import Rehearsal
+from tests.gpu_rehearsal.scenarios import watch
 
 LONGEST = 18_000
 SMALL: dict[str, Any] = {"num_hidden_layers": 1, "intermediate_size": 32, "max_position_embeddings": 2 * LONGEST}
@@ -68,6 +69,7 @@ def test_no_step_compiles(checkpoint: tuple[str, str], gpu: Rehearsal, monkeypat
     gpu.launches.compiles = name == "windows"
     monkeypatch.setenv("TRITON_CACHE_DIR", str(Path(ROOT, "build", "gpu-rehearsal", "triton")))
     llm = start(gpu, path)
+    seen = watch(llm.engine, gpu.machine)
     gpu.launches.arguments.clear()
     for length in (1, 2, 3, 6, 15, 16, 17, 64, 300, 600, 1200, 2100, 4200, 8400):
         run(llm, [length])
@@ -76,6 +78,7 @@ def test_no_step_compiles(checkpoint: tuple[str, str], gpu: Rehearsal, monkeypat
     if gpu.launches.compiles:
         run(llm, [LONGEST])
     gpu.machine.check()
+    assert seen.steps["decode"] > 20
     attention = {"prefill_kernel", "plan_splits_kernel", "split_decode_kernel", "reduce_splits_kernel"}
     assert attention <= set(gpu.launches.counts)
     if gpu.launches.compiles:
@@ -86,10 +89,12 @@ def test_no_step_compiles(checkpoint: tuple[str, str], gpu: Rehearsal, monkeypat
 def test_drafts_do_not_compile(checkpoint: tuple[str, str], gpu: Rehearsal) -> None:
     gpu.launches.computes = False
     llm = start(gpu, checkpoint[1], speculative_config=DRAFTS)
+    seen = watch(llm.engine, gpu.machine)
     for prompts in ([[5, 6] * 20], [[5, 6] * 20, [7] * 500, [8, 9, 10] * 300]):
         params = SamplingParams(**GREEDY, max_tokens=12, ignore_eos=True)
         llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
     gpu.machine.check()
+    assert seen.steps["drafts"]
 
 
 @pytest.fixture(scope="module")
