@@ -89,6 +89,7 @@ def grouped_linear(call: Any, grid: tuple[int, ...]) -> Compute:
     for name in ("output", "rows", "weights", "pairs"):
         require(getattr(call, name).is_contiguous(), f"{name} is not contiguous")
     require((call.num_outputs, call.num_inputs) == (num_outputs, num_inputs), "sizes do not match the operands")
+    require(call.GATED or not call.IS_GELU, "a product without a gate has an activation")
     require_tensor("weights", call.weights, dtype, num_experts, num_outputs * (2 if call.GATED else 1), num_inputs)
     require_tensor("rows", call.rows, dtype, all_pairs // call.PAIRS_PER_ROW, num_inputs)
     require_tensor("pairs", call.pairs, torch.int32, num_experts, call.num_tokens)
@@ -107,7 +108,7 @@ def grouped_linear(call: Any, grid: tuple[int, ...]) -> Compute:
                 result = F.linear(rows[pairs // call.PAIRS_PER_ROW], weights[expert])
                 if call.GATED:
                     gate, up = result.chunk(2, dim=1)
-                    result = F.silu(gate) * up
+                    result = (F.gelu(gate, approximate="tanh") if call.IS_GELU else F.silu(gate)) * up
                 plain(call.output)[pairs] = result
 
     return compute

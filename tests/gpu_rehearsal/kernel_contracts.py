@@ -57,7 +57,9 @@ def store(call: Any, grid: tuple[int, ...]) -> Compute:
     """kernels.cache.store_kvcache."""
     num_tokens, num_heads, head_dim = call.key.shape
     _, block_size, *_ = call.key_cache.shape
-    for name in ("key", "value"):
+    require((call.value is None) == (call.value_cache is None), "there are values without a cache, or the reverse")
+    names = ("key",) if call.value is None else ("key", "value")
+    for name in names:
         cache = getattr(call, f"{name}_cache")
         require_tensor(name, getattr(call, name), cache.dtype, num_tokens, num_heads, head_dim)
         require_tensor(f"{name}_cache", cache, call.key_cache.dtype, None, block_size, num_heads, head_dim)
@@ -73,7 +75,7 @@ def store(call: Any, grid: tuple[int, ...]) -> Compute:
 
     def compute() -> None:
         written = slots >= 0
-        for name in ("key", "value"):
+        for name in names:
             cache = plain(getattr(call, f"{name}_cache")).view(num_slots, num_heads, head_dim)
             cache[slots[written]] = plain(getattr(call, name))[written]
 
@@ -141,20 +143,20 @@ def _check_attention(
 ) -> AttentionMetadata:
     """Check what both attention kernels take; return the sequences that this one computes."""
     query, cache = call.query, call.key_cache
-    num_tokens, num_heads, head_dim = query.shape
-    num_blocks, block_size, num_kv_heads, _ = cache.shape
-    for name in ("key_cache", "value_cache"):
-        require_tensor(name, getattr(call, name), query.dtype, num_blocks, block_size, num_kv_heads, head_dim)
-        require(getattr(call, name).is_contiguous(), f"{name} is not contiguous")
+    num_tokens, num_heads, _ = query.shape
+    num_blocks, block_size, *_ = cache.shape
+    if call.ROPE_DIM:
+        _check_latents(call, grid)
+    else:
+        _check_keys_and_values(call, grid)
     require(query.stride(2) == 1, "query is not contiguous in its last dimension")
     require((call.query_token_stride, call.query_head_stride) == query.stride()[:2], "not the strides of query")
-    require((call.slot_stride, call.kv_head_stride) == cache.stride()[1:3], "not the strides of the cache")
+    require(call.slot_stride == cache.stride(1), "not the stride of the cache's slots")
     require(call.table_stride == call.block_tables.stride(0), "not the stride of block_tables")
-    constants = (call.GROUP_SIZE, call.BLOCK_SIZE, call.HEAD_DIM)
-    require(constants == (num_heads // num_kv_heads, block_size, head_dim), f"constants {constants} do not match")
-    require(max(16, head_dim) <= call.DIM_PADDED, f"DIM_PADDED {call.DIM_PADDED} is too small")
+    require(block_size == call.BLOCK_SIZE, f"BLOCK_SIZE {call.BLOCK_SIZE} is not that of the cache, {block_size}")
+    require(num_heads == grid[1] * call.GROUP_SIZE, f"the grid {grid} does not have a program for each head")
+    require(max(16, call.HEAD_DIM) <= call.DIM_PADDED, f"DIM_PADDED {call.DIM_PADDED} is too small")
     require(max(16, call.GROUP_SIZE) <= call.ROWS and call.TILE >= 16, "a tile is smaller than tl.dot takes")
-    require(grid[1] == num_kv_heads, f"the grid {grid} does not have a program for each KV head")
     own = slice(num_seqs)
     metadata = AttentionMetadata(
         slot_mapping=cu_seqlens_q,
@@ -167,6 +169,31 @@ def _check_attention(
     )
     check_metadata(metadata, num_tokens, num_blocks, block_size, first_token)
     return metadata
+
+
+def _check_keys_and_values(call: Any, grid: tuple[int, ...]) -> None:
+    num_blocks, block_size, num_kv_heads, head_dim = call.key_cache.shape
+    for name in ("key_cache", "value_cache"):
+        tensor = getattr(call, name)
+        require_tensor(name, tensor, call.query.dtype, num_blocks, block_size, num_kv_heads, head_dim)
+        require(tensor.is_contiguous(), f"{name} is not contiguous")
+    require(call.kv_head_stride == call.key_cache.stride(2), "not the stride of the cache's heads")
+    require(grid[1] == num_kv_heads, f"the grid {grid} does not have a program for each KV head")
+    require(call.HEAD_DIM == head_dim == call.query.shape[2], f"HEAD_DIM {call.HEAD_DIM} is not {head_dim}")
+
+
+def _check_latents(call: Any, grid: tuple[int, ...]) -> None:
+    """Check keys whose beginnings are their values, and which all tiles of heads share."""
+    num_blocks, block_size, _, width = call.key_cache.shape
+    require_tensor("key_cache", call.key_cache, call.query.dtype, num_blocks, block_size, 1, width)
+    require_tensor("value_cache", call.value_cache, call.query.dtype, num_blocks, block_size, 1, call.HEAD_DIM)
+    require(call.key_cache.is_contiguous(), "key_cache is not contiguous")
+    require(call.value_cache.data_ptr() == call.key_cache.data_ptr(), "a value is not the beginning of its key")
+    require(call.value_cache.stride() == call.key_cache.stride(), "the values do not have the strides of the keys")
+    require(call.kv_head_stride == 0, f"kv_head_stride is {call.kv_head_stride}, and all heads share a latent")
+    widths = (call.HEAD_DIM + call.ROPE_DIM, call.query.shape[2])
+    require(widths == (width, width), f"HEAD_DIM + ROPE_DIM and the queries have {widths}, a latent has {width}")
+    require(max(16, call.ROPE_DIM) <= call.ROPE_PADDED, f"ROPE_PADDED {call.ROPE_PADDED} is too small")
 
 
 def _attended(call: Any, metadata: AttentionMetadata) -> torch.Tensor:
@@ -227,7 +254,7 @@ def _num_splits(seq_len: int, call: Any) -> int:
 
 def split_decode(call: Any, grid: tuple[int, ...]) -> Compute:
     """kernels.attention.triton.decode.split_decode_kernel: here the first split sees all keys and sinks."""
-    num_heads, head_dim = call.query.shape[1:]
+    num_heads, head_dim = call.query.shape[1], call.HEAD_DIM
     bounds = torch.arange(call.num_seqs + 1, dtype=torch.int32)
     metadata = _check_attention(call, grid, bounds, num_seqs=call.num_seqs)
     _check_output(call)
@@ -278,7 +305,7 @@ def _check_output(call: Any) -> None:
     require(call.output.stride(2) == 1, "output is not contiguous in its last dimension")
     require((call.output_token_stride, call.output_head_stride) == call.output.stride()[:2], "not output's strides")
     if hasattr(call, "query"):
-        require_tensor("output", call.output, call.query.dtype, *call.query.shape)
+        require_tensor("output", call.output, call.query.dtype, *call.query.shape[:2], call.HEAD_DIM)
 
 
 CONTRACTS: dict[str, Contract] = {

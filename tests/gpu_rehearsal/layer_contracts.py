@@ -38,7 +38,7 @@ def add_norm(call: Any, grid: tuple[int, ...]) -> Compute:
     require(shape == (call.num_rows, call.WIDTH), f"residual {tuple(shape)}: num_rows={call.num_rows}")
     _require_block("BLOCK", call.BLOCK, call.WIDTH)
     require(1 <= grid[0] <= call.num_rows, f"the grid {grid} has programs without a row")
-    for name in ("total", "normed"):
+    for name in ("total", "normed") if call.addend is not None else ("normed",):  # what is written
         require_tensor(name, getattr(call, name), residual.dtype, *shape)
         require(getattr(call, name).is_contiguous(), f"{name} is not contiguous")
     for name in ("weight", "addend_weight"):
@@ -75,7 +75,8 @@ def rotate_and_store(call: Any, grid: tuple[int, ...]) -> Compute:
     ):
         _require_block(name, padded, size)
     dtype = call.qkv.dtype
-    _require_rows("qkv", call.qkv, call.qkv_stride, dtype, num_tokens, (num_heads + 2 * num_kv_heads) * head_dim)
+    num_stored = 0 if call.slot_mapping is None else 2 * num_kv_heads  # keys and values; a layer may only read them
+    _require_rows("qkv", call.qkv, call.qkv_stride, dtype, num_tokens, (num_heads + num_stored) * head_dim)
     require(tuple(grid) == (num_tokens,), f"the grid {grid} is not one program for each of {num_tokens} tokens")
     require(call.query.is_contiguous() and call.query.dtype == dtype, "query")
     for name in ("key_cache", "value_cache"):
@@ -84,15 +85,24 @@ def rotate_and_store(call: Any, grid: tuple[int, ...]) -> Compute:
     for name, heads in (("query_weight", num_heads), ("key_weight", num_kv_heads)):
         if (weight := getattr(call, name)) is not None:
             require_tensor(name, weight, dtype, head_dim if call.NORMS_EACH_HEAD else heads * head_dim)
-    require_tensor("slot_mapping", call.slot_mapping, torch.int64, num_tokens)
-    require(call.slot_mapping.is_contiguous(), "slot_mapping is not contiguous")
-    slots, num_slots = plain(call.slot_mapping), num_blocks * block_size
-    require(bool(((slots >= -1) & (slots < num_slots)).all()), f"slot_mapping leaves the {num_slots} slots")
+    slots = _slots(call, num_tokens, num_blocks * block_size)
     norms = [_norm(weight, call.eps, call.ADDS_ONE) for weight in (call.query_weight, call.key_weight)]
     cache = LayerCache(plain(call.key_cache), plain(call.value_cache), slots)
     rotation = _rotation(call)
     eps = call.eps if call.NORMS_VALUES else None
     return lambda: plain(call.query).copy_(_OPS.rotate_and_store(plain(call.qkv), *norms, rotation, cache, eps))
+
+
+def _slots(call: Any, num_tokens: int, num_slots: int) -> torch.Tensor | None:
+    """Check where a step writes keys and values; None: the layer only reads what another one writes."""
+    if call.slot_mapping is None:
+        require(not call.NORMS_VALUES, "values are normalized, and there are none")
+        return None
+    require_tensor("slot_mapping", call.slot_mapping, torch.int64, num_tokens)
+    require(call.slot_mapping.is_contiguous(), "slot_mapping is not contiguous")
+    slots = plain(call.slot_mapping)
+    require(bool(((slots >= -1) & (slots < num_slots)).all()), f"slot_mapping leaves the {num_slots} slots")
+    return slots
 
 
 def _rotation(call: Any) -> Rotation | None:

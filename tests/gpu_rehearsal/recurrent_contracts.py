@@ -181,8 +181,9 @@ def delta_rule(call: Any, grid: tuple[int, ...]) -> Compute:
         _check_heads(name, getattr(call, name), stride, dtype, num_tokens, num_key_heads, key_dim)
     _check_heads("value", call.value, call.value_stride, dtype, num_tokens, num_heads, value_dim)
     require_tensor("output", call.output, dtype, num_tokens, num_heads, value_dim)
-    for name in ("decay", "beta"):
-        require_tensor(name, getattr(call, name), torch.float32, num_tokens, num_heads)
+    own_decays = (key_dim,) if call.DECAYS_ROWS else ()  # of each row of a state
+    require_tensor("decay", call.decay, torch.float32, num_tokens, num_heads, *own_decays)
+    require_tensor("beta", call.beta, torch.float32, num_tokens, num_heads)
     for name in ("output", "decay", "beta"):
         require(getattr(call, name).is_contiguous(), f"{name} is not contiguous")
     metadata = _check_batch(call, num_tokens, _check_state(call.state, num_heads, key_dim, value_dim))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.engine.models.decoder.recurrent.recurrent_families import (
     build_recurrent_model,
     save_as_published,
 )
+from tests.gpu_rehearsal.family_models import EAGER, GRAPHS, SCENARIO, TWO_RANKS, Models, check_steps, start
 from tests.gpu_rehearsal.kernel_contracts import ContractError
 from tests.gpu_rehearsal.machine import RehearsalError
 from tests.gpu_rehearsal.planting import plant
@@ -33,15 +35,10 @@ KERNELS = {  # by the model of each kind of recurrence that CI runs: with expert
     "qwen3-next": {"delta_rule_kernel"},
     "nemotron-3-nano": {"scan_kernel"},
 }
-NOT_REHEARSED = ("kimi-linear", "kimi-linear-groups")  # whose attention is latent, which no rehearsal has tried
 NOT_SHARED = ("olmo-hybrid", "olmo-hybrid-rope")  # by ranks
-GRAPHS: dict[str, Any] = {"max_num_seqs": 4}  # those of three sizes
-EAGER: dict[str, Any] = {"enforce_eager": True}
-TWO_RANKS: dict[str, Any] = {"tensor_parallel_size": 2}
 DRAFTS: dict[str, Any] = {
     "speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1},
 }
-SCENARIO = Scenario([PARAMS[name] for name in ("greedy", "drawn", "logprobs", "three answers")], [30, 1, 60, 17])
 PROMPTS = Scenario([PARAMS["greedy"]] * 2, [20, 5])
 DRAFTED = Scenario([PARAMS[name] for name in ("greedy", "greedy", "drawn")], [64, 40], repeats=True)
 LAYERS = {
@@ -53,49 +50,13 @@ A_LAYER = {"lfm2": 16, "qwen3.5": 28, "mamba2": 27}  # launches of a recurrent l
 EVERY_OTHER = "what CI runs for a family of each recurrence, for all of them"
 
 
-class Models:
-    """Checkpoints of tiny models, and what the CPU answers to a scenario."""
-
-    def __init__(self, tmp_path_factory: pytest.TempPathFactory) -> None:
-        self._directories = tmp_path_factory
-        self._paths: dict[str, str] = {}
-        self._answers: dict[tuple[str, int], Any] = {}
-
-    def path(self, name: str, **changes: Any) -> str:
-        key = f"{name}{changes}"
-        if key not in self._paths:
-            model = build_recurrent_model(name, **({"vocab_size": VOCAB_SIZE} | changes))
-            self._paths[key] = save_as_published(model, self._directories.mktemp("recurrent"))
-        return self._paths[key]
-
-    def expected(self, path: str, scenario: Scenario) -> Any:
-        if (path, id(scenario)) not in self._answers:
-            llm = LLM(path, **{**OPTIONS, "device": "cpu", "skip_tokenizer_init": True})
-            self._answers[path, id(scenario)] = answers(generate(llm, scenario))
-        return self._answers[path, id(scenario)]
+def _save(name: str, path: Path, **changes: Any) -> str:
+    return save_as_published(build_recurrent_model(name, **({"vocab_size": VOCAB_SIZE} | changes)), path)
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return Models(tmp_path_factory)
-
-
-def start(gpu: Rehearsal, path: str, **options: Any) -> LLM:
-    return gpu.start(path, **{"skip_tokenizer_init": True, "max_num_batched_tokens": 48, **options})
-
-
-def check_steps(gpu: Rehearsal, path: str, expected: Any, options: dict[str, Any]) -> None:
-    """Answer a scenario twice, the second time from snapshots of states."""
-    llm = start(gpu, path, **options)
-    seen = watch(llm.engine, gpu.machine)
-    assert answers(generate(llm, SCENARIO)) == expected
-    outputs = generate(llm, SCENARIO)
-    assert answers(outputs) == expected
-    assert any(output.num_cached_tokens for output in outputs)
-    assert {"mixed", "decode"} <= set(seen.steps)
-    assert set(seen.waits) == {1}
-    assert bool(gpu.machine.num_replays) == (options == GRAPHS)
-    gpu.machine.check()  # no step has waited otherwise, or compiled a kernel
+    return Models(_save, tmp_path_factory)
 
 
 # The CPU's answers are made before a test simulates the GPU.
@@ -132,7 +93,7 @@ def test_answers_with_overlap(case: tuple[str, str, Any], options: dict[str, Any
 
 @pytest.mark.exhaustive(EVERY_OTHER)
 @pytest.mark.parametrize("options", [GRAPHS, EAGER, TWO_RANKS], ids=["graphs", "eager", "two ranks"])
-@pytest.mark.parametrize("case", [name for name in RECURRENT_FAMILIES if name not in NOT_REHEARSED], indirect=True)
+@pytest.mark.parametrize("case", list(RECURRENT_FAMILIES), indirect=True)
 def test_answers_of_every_family(case: tuple[str, str, Any], options: dict[str, Any], gpu: Rehearsal) -> None:
     name, path, expected = case
     if name == "granite-4-h-moe" and options == TWO_RANKS:

@@ -79,12 +79,12 @@ def build_gemma_model(name: str, **changes: Any) -> PreTrainedModel:
     return model
 
 
-def save_gemma_model(name: str, path: Path) -> tuple[PreTrainedModel, str]:
+def save_gemma_model(name: str, path: Path, **changes: Any) -> tuple[PreTrainedModel, str]:
     """Return a model and the directory under ``path`` that it was saved to.
 
     As published, layers that read the keys and values of others have weights for them, which nothing reads.
     """
-    model = build_gemma_model(name)
+    model = build_gemma_model(name, **changes)
     saved, count = save_checkpoint(model, path), model.config.num_hidden_layers
     weights, file = {}, path / "model.safetensors"
     for layer in range(count - model.config.num_kv_shared_layers, count):

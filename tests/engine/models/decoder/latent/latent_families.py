@@ -123,7 +123,7 @@ def build_latent_model(name: str, **changes: Any) -> PreTrainedModel:
     return model
 
 
-def save_latent_model(name: str, path: Path) -> tuple[PreTrainedModel, str]:
+def save_latent_model(name: str, path: Path, **changes: Any) -> tuple[PreTrainedModel, str]:
     """Return a model and the directory under ``path`` that it was saved to."""
-    model = build_latent_model(name)
+    model = build_latent_model(name, **changes)
     return model, save_checkpoint(model, path)
