@@ -17,6 +17,7 @@ import time
 from typing import Any
 
 from deployments.launcher.dashboard import serve_details
+from deployments.launcher.direct import host_in_url
 from engine.errors import ConfigError, PagodaError
 
 __all__ = ["drain", "main", "nodes_in_use"]
@@ -35,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dashboard", help=f"Ray's, by default http://$FQ_RAY_IP:{DASHBOARD_PORT}")
     options = parser.parse_args(arguments)
     try:
-        dashboard = options.dashboard or f"http://{_variable('FQ_RAY_IP')}:{DASHBOARD_PORT}"
+        dashboard = options.dashboard or f"http://{host_in_url(_variable('FQ_RAY_IP'))}:{DASHBOARD_PORT}"
         drain(dashboard, _variable("RAY_ADDRESS"), _variable("POD_IP"), options.seconds)
     except PagodaError as error:
         print(f"pagoda: {error}", file=sys.stderr)

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from deployments.proxy.limits import ProxyLimits
-from deployments.proxy.listeners import IPV6_VARIABLE
+from deployments.proxy.listeners import IPV6_VARIABLE, is_all_of_ipv6
 from kernels.cgroup import available_cpus
 
 __all__ = ["SETTINGS", "environment"]
@@ -67,7 +67,7 @@ def _unproxied() -> dict[str, str]:
 
 def _listening(host: str) -> dict[str, str]:
     """Return the variables by which HAProxy listens on ``host`` where Ray configures it as for another host."""
-    return {IPV6_VARIABLE: "1"} if host == "::" else {}
+    return {IPV6_VARIABLE: "1"} if is_all_of_ipv6(host) else {}
 
 
 def _cpus() -> dict[str, str]:

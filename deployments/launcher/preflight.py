@@ -25,14 +25,16 @@ from ray.serve.schema import (
 )
 
 from deployments.config import AppConfig, unknown_key_message
+from deployments.launcher.direct import host_in_url
 from deployments.proxy.limits import ProxyLimits
+from deployments.proxy.listeners import is_all_of_ipv6
 from engine.errors import ConfigError, ModelLoadError
 
 __all__ = ["Endpoint", "check_config", "require_free_port"]
 
 IMPORT_PATH = "deployments.app:build_app"
 ITS_OWN = "give one of its addresses, 127.0.0.1, or 0.0.0.0 for all of them"
-LOOPBACKS = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}  # of hosts that are all addresses
+LOOPBACKS = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1"}  # of hosts that are all addresses of IPv4
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +51,8 @@ class Endpoint:
     @property
     def url(self) -> str:
         """The base URL for a client on this machine."""
-        host = LOOPBACKS.get(self.host, self.host)
-        if ":" in host:
-            host = f"[{host}]"
-        return f"http://{host}:{self.port}{self.prefix.rstrip('/')}"
+        host = "::1" if is_all_of_ipv6(self.host) else LOOPBACKS.get(self.host, self.host)
+        return f"http://{host_in_url(host)}:{self.port}{self.prefix.rstrip('/')}"
 
 
 def check_config(path: Path) -> Endpoint:

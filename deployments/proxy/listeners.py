@@ -7,11 +7,20 @@ Knows HAProxy's configuration as Ray writes it. Imports the standard library onl
 from __future__ import annotations
 
 import re
+from ipaddress import IPv6Address
 
-__all__ = ["IPV6_VARIABLE", "with_listening_servers"]
+__all__ = ["IPV6_VARIABLE", "is_all_of_ipv6", "with_listening_servers"]
 
 IPV6_VARIABLE = "PAGODA_LISTEN_ON_IPV6"
 AT_LOOPBACK = ("*", "", "localhost")  # hosts at which Ray's own addresses of servers are right
+
+
+def is_all_of_ipv6(host: str) -> bool:
+    """Whether a host is ``::``, in any of the ways to write it."""
+    try:
+        return IPv6Address(host).is_unspecified
+    except ValueError:
+        return False
 
 
 def with_listening_servers(text: str, *, listens_on_ipv6: bool) -> str:
@@ -25,7 +34,8 @@ def with_listening_servers(text: str, *, listens_on_ipv6: bool) -> str:
     assert bind is not None  # the caller knows the configuration
     host = "::1" if listens_on_ipv6 else bind[1]
     if listens_on_ipv6:  # apart from IPv4, whose clients would all count as those of one network of IPv6
-        text = text.replace(bind[0], f"{bind[0]}    bind :::{bind[2]} v6only\n")
+        binds = f"    bind *:{bind[2]}\n    bind :::{bind[2]} v6only\n"
+        text = text.replace(bind[0], f"frontend http_frontend\n{binds}")
     if host in AT_LOOPBACK:
         return text
     address = f"[{host}]" if ":" in host else host

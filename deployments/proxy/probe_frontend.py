@@ -38,7 +38,7 @@ def probe_port(environ: Mapping[str, str]) -> int | None:
 def with_probe_frontend(text: str, port: int) -> str:
     """Return the configuration with a frontend at ``port`` that answers probes as Ray's does, and nothing else."""
     (main,) = re.findall(r"^frontend http_frontend\n(?: .*\n|\n)+", text, flags=re.MULTILINE)
-    (host,) = re.findall(r"^ +bind (\S+):\d+\n", main, flags=re.MULTILINE)
+    (host,) = re.findall(r"^ +bind (\S*):\d+\n", main, flags=re.MULTILINE)
     (healthz,) = re.findall(r"^ +acl healthcheck [^$]*?(?=^ +# Routes endpoint$)", main, flags=re.MULTILINE)
     choice = re.findall(r"^ +(acl is_.*|use_backend .*|default_backend .*)\n", main, flags=re.MULTILINE)
     lines = [

@@ -280,7 +280,7 @@ def test_the_checks_before_the_start_import_neither_torch_nor_transformers() -> 
 def test_the_url_is_one_that_can_be_opened() -> None:
     assert Endpoint("0.0.0.0", 80, "/", "m").url == "http://127.0.0.1:80"
     assert Endpoint("10.0.0.1", 80, "/llm/", "m").url == "http://10.0.0.1:80/llm"
-    assert Endpoint("::", 80, "/", "m").url == "http://[::1]:80"
+    assert Endpoint("::", 80, "/", "m").url == Endpoint("0::0", 80, "/", "m").url == "http://[::1]:80"
     assert Endpoint("fd00::2", 80, "/", "m").url == "http://[fd00::2]:80"
 
 

@@ -85,6 +85,17 @@ def test_a_node_that_serves_nothing_is_drained_at_once(dashboard: Callable[..., 
     assert not ray_log.exists()
 
 
+@pytest.mark.parametrize(("head", "url"), [("fd00::2", "http://[fd00::2]:8265"), ("head", "http://head:8265")])
+def test_the_head_may_have_an_address_of_ipv6(
+    ray_log: Path, monkeypatch: pytest.MonkeyPatch, head: str, url: str
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setenv("FQ_RAY_IP", head)
+    monkeypatch.setattr(drain, "serve_details", lambda dashboard: asked.append(dashboard) or _details(OTHER))
+    assert drain.main([]) == 0
+    assert asked == [url]
+
+
 def test_it_ends_at_the_deadline(dashboard: Callable[..., str], ray_log: Path) -> None:
     url = dashboard([_details(OWN)])
     assert drain.main(["--dashboard", url, "--seconds", "1"]) == 0

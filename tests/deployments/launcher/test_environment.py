@@ -51,8 +51,10 @@ def test_the_locale_does_not_choose_the_encoding_of_files(tmp_path: Path, monkey
 
 
 def test_haproxy_is_told_of_all_addresses_of_ipv6(tmp_path: Path) -> None:
-    is_set = [IPV6_VARIABLE in environment(ProxyLimits(), tmp_path, host) for host in ("::", "0.0.0.0", "::1")]
-    assert is_set == [True, False, False]
+    is_set = [
+        IPV6_VARIABLE in environment(ProxyLimits(), tmp_path, host) for host in ("::", "0:0::0", "0.0.0.0", "::1")
+    ]
+    assert is_set == [True, True, False, False]
 
 
 @pytest.mark.parametrize(

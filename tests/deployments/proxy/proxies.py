@@ -23,7 +23,7 @@ import httpx
 
 from deployments.config import checkout_root
 from deployments.proxy.limits import ProxyLimits
-from deployments.proxy.listeners import IPV6_VARIABLE
+from deployments.proxy.listeners import IPV6_VARIABLE, is_all_of_ipv6
 from deployments.proxy.probe_frontend import PORT_VARIABLE
 from tests.ports import free_port
 from tests.waiting import HANG_S, until
@@ -129,13 +129,13 @@ class Proxy:
     def __init__(
         self, directory: Path, *ingresses: int, host: str = "127.0.0.1", limits: ProxyLimits = LIMITS, **options: Any
     ) -> None:
-        self.host = host
+        self.host = host or "127.0.0.1"
         self.port, self.stats_port, self.metrics_port = free_port(), free_port(), free_port()
         self.socket, self.config = directory / "admin.sock", directory / "haproxy.cfg"
         ports = {"stats_port": self.stats_port, "metrics_port": self.metrics_port}
         write_config(self.config, *ingresses, frontend=self.port, host=host, **options, **ports)
         self.probe_port = free_port()
-        own = {IPV6_VARIABLE: "1"} if host == "::" else {}
+        own = {IPV6_VARIABLE: "1"} if is_all_of_ipv6(host) else {}
         environ = os.environ | own | limits.environment | {PORT_VARIABLE: str(self.probe_port)}
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         self.process = subprocess.Popen(

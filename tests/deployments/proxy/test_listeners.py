@@ -37,19 +37,25 @@ def ingress_at(host: str) -> Iterator[int]:
         thread.join()
 
 
-@pytest.mark.parametrize("host", ["127.0.0.2", "::1", "::", "localhost"])
+@pytest.mark.parametrize("host", ["127.0.0.2", "::1", "::", "0::0", "localhost", ""])
 def test_the_ingress_is_reached_at_the_host_where_it_listens(tmp_path: Path, host: str) -> None:
     with ingress_at(host) as port, running(tmp_path, port, host=host, fallback=free_port()) as proxy:
         url = Endpoint(host, proxy.port, "/", "m").url
         for path in ("/health", "/v1/models"):
             assert httpx.get(url + path, timeout=HANG_S).status_code == 200
-        if host == "::":
+        if host in ("::", "0::0"):
             assert httpx.get(f"http://127.0.0.1:{proxy.port}/", timeout=HANG_S).status_code == 200
 
 
 @pytest.mark.parametrize(
     ("host", "servers"),
-    [("*", "127.0.0.1"), ("localhost", "127.0.0.1"), ("10.0.0.1", "10.0.0.1"), ("fd00::2", "[fd00::2]")],
+    [
+        ("*", "127.0.0.1"),
+        ("", "127.0.0.1"),
+        ("localhost", "127.0.0.1"),
+        ("10.0.0.1", "10.0.0.1"),
+        ("fd00::2", "[fd00::2]"),
+    ],
 )
 def test_every_server_of_this_machine_is_at_the_host(tmp_path: Path, host: str, servers: str) -> None:
     path = tmp_path / "haproxy.cfg"
