@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
-from urllib.request import urlopen
 
 import numpy as np
 import psutil
@@ -32,6 +31,7 @@ from benchmarks.result_file import write_result
 from benchmarks.serving.pauses import Pauses, watching_pauses
 from benchmarks.serving.server import Server, serve
 from benchmarks.serving.streams import Reply, StreamOutcome, idle_connections, open_streams, probing, send
+from deployments.launcher.direct import direct_urlopen
 
 ENGINES = 2
 IDLE_CONNECTIONS, STREAMS_BESIDE = 4200, 400
@@ -116,7 +116,7 @@ class TtftHistogram:
 
 
 def _ttft(server: Server) -> TtftHistogram:
-    with urlopen(f"{server.url}/metrics", timeout=60) as answer:
+    with direct_urlopen(f"{server.url}/metrics", timeout=60) as answer:
         return TtftHistogram(answer.read().decode())
 
 

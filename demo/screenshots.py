@@ -18,6 +18,8 @@ from typing import Any
 
 from playwright.sync_api import Browser, Page, sync_playwright
 
+from deployments.launcher.direct import direct_urlopen
+
 __all__ = ["CHROMIUM", "FLAGS"]
 
 CHROMIUM = Path("/usr/bin/chromium")
@@ -121,7 +123,7 @@ class Clients:
 
 def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with direct_urlopen(request, timeout=60) as answer:
         result: dict[str, Any] = json.load(answer)
         return result
 

@@ -125,6 +125,7 @@ def aiperf_figures(report: dict[str, Any]) -> dict[str, Any]:
 def _run(command: list[str], directory: str) -> None:
     # AIPerf looks for a tokenizer's directory only in the hub's cache while the hub is said to be offline.
     environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+    environment |= dict.fromkeys(("no_proxy", "NO_PROXY"), "*")  # the server is on this machine
     done = subprocess.run(
         command, cwd=directory, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )

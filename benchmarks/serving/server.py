@@ -10,7 +10,6 @@ import sys
 import tempfile
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,8 @@ from typing import Any
 
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
+
+from deployments.launcher.direct import direct_urlopen
 
 __all__ = ["ROOT", "Server", "serve"]
 
@@ -39,13 +40,13 @@ class Server:
 
     def metric(self, name: str) -> float:
         """Return a metric's sum over replicas and labels."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
+        with direct_urlopen(f"{self.url}/metrics", timeout=30) as answer:
             families = list(text_string_to_metric_families(answer.read().decode()))
         return sum(sample.value for family in families for sample in family.samples if sample.name == name)
 
     def metric_by_replica(self, name: str) -> dict[str, float]:
         """Return a metric's value for each engine replica."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
+        with direct_urlopen(f"{self.url}/metrics", timeout=30) as answer:
             families = list(text_string_to_metric_families(answer.read().decode()))
         samples = [sample for family in families for sample in family.samples if sample.name == name]
         return {sample.labels["replica"]: sample.value for sample in samples}

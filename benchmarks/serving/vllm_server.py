@@ -8,12 +8,12 @@ import subprocess
 import tempfile
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.serving.measures import MODEL_NAME
+from deployments.launcher.direct import direct_urlopen
 
 __all__ = ["command", "vllm_server"]
 
@@ -69,7 +69,7 @@ def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
 
 def _answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=5) as answer:
+        with direct_urlopen(url, timeout=5) as answer:
             return bool(answer.status == 200)
     except (OSError, urllib.error.URLError):
         return False

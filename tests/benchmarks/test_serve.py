@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,34 @@ import pytest
 from benchmarks.serving.completions import Outcome
 from benchmarks.serving.load_generators import aiperf_command, aiperf_figures, guidellm_command, guidellm_figures
 from benchmarks.serving.measures import gaps_of
+from benchmarks.serving.server import Server
 
 TARGET = ("program", "http://host:1", "model-dir", "name")
 
 
 def _stream(sent: float, arrivals: list[float]) -> Outcome:
     return Outcome(200, sent, arrivals_s=arrivals, tokens=len(arrivals))
+
+
+@pytest.mark.parametrize("name", ["http_proxy", "HTTP_PROXY", "ALL_PROXY"])
+def test_the_server_under_test_is_not_asked_through_a_proxy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Metrics(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'# TYPE n gauge\nn{replica="a"} 2\nn{replica="b"} 3\n')
+
+        def log_message(self, *args: object) -> None:
+            """Print nothing."""
+
+    for variable in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv(name, "http://127.0.0.1:9")
+    with HTTPServer(("127.0.0.1", 0), Metrics) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        asked: Any = Server(f"http://127.0.0.1:{server.server_port}", None)  # type: ignore[arg-type]
+        assert (asked.metric("n"), asked.metric_by_replica("n")) == (5.0, {"a": 2.0, "b": 3.0})
+        server.shutdown()
 
 
 def test_gaps_during_the_long_prompt_are_separated() -> None:
