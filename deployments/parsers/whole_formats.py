@@ -44,5 +44,7 @@ WHOLE_FORMATS = (
         muse_glimmer.MUSE_MARKERS,
         lambda tools, prompt: partial(muse_glimmer.muse_glimmer, prompt=prompt, tools=tools),
     ),
-    WholeFormat("functionary_v32", None, (), lambda tools, _: partial(functionary.functionary, tools=tools)),
+    WholeFormat(
+        "functionary_v32", None, (), lambda tools, prompt: partial(functionary.functionary, prompt=prompt, tools=tools)
+    ),
 )

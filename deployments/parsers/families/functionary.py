@@ -31,10 +31,19 @@ def _call(reader: Reader, tools: Tools) -> Steps[None]:
 FUNCTIONARY_CALLS = {_BEGIN: _call}
 
 
-def functionary(reader: Reader, tools: Tools | None) -> Steps[None]:
-    """Read messages of v3.2; without tools, those to functions are content."""
-    yield from reader.literal(_NEXT)  # if the prompt does not end with it
-    event = yield from _message(reader, tools or {}, "")
+def functionary(reader: Reader, prompt: str, tools: Tools | None) -> Steps[None]:
+    """Read messages of v3.2; without tools, those to functions are content.
+
+    Args:
+        reader: at the start of the answer.
+        prompt: its end; it may have begun a message, which is then continued.
+        tools: those that the answer may call.
+    """
+    event: Callable[[str], Event] = Content
+    _, is_there, begun = prompt.rpartition(_NEXT)
+    if not (is_there and "\n" in begun):
+        yield from reader.literal(_NEXT)  # if the prompt does not end with it
+        event = yield from _message(reader, tools or {}, "")
     while (marker := (yield from reader.until([_NEXT], event))) is not None:
         event = yield from _message(reader, tools or {}, marker)
 

@@ -36,7 +36,7 @@ def harmony(reader: Reader, prompt: str, *, tools: Tools | None) -> Steps[None]:
     Args:
         reader: at the start of the answer.
         prompt: its end; it may have begun a message, which is then continued.
-        tools: the functions that may be called.
+        tools: those that the answer may call.
     """
     event: Callable[[str], Event] = _begun(prompt)
     started: set[Callable[[str], Event]] = set()  # kinds that have had a message, which a line break separates

@@ -132,6 +132,8 @@ ASKED = "<|start|>user<|message|>What is <|channel|>analysis<|message|>?<|end|><
         ),
         ("openai", f"{ASKED}<|channel|>analysis<|message|>a<|end|>", " cache.", (Content(" cache."),)),
         ("openai", ASKED, " cache.", (Content(" cache."),)),
+        ("functionary_v32", "assistant\n\n>>>all\nWho? ", "all\nof us", (Content("all\nof us"),)),
+        ("functionary_v32", "user\n\na >>>\nb<|eot_id|>assistant\n\n>>>", "all\nus", (Content("us"),)),
         ("muse_glimmer", "<|start|>assistant to=user<|message|>A KV", " cache.<|eom|>", (Content(" cache."),)),
         (
             "muse_glimmer",
