@@ -36,7 +36,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks.machine import describe, release_memory
 from benchmarks.result_file import write_result
 from engine.models.adapter.loader import load_transformers_decoder
-from engine.models.config.model_config import load_hf_config
+from engine.models.config.files.hf_config import load_hf_config
 from engine.models.config.transformers_config import TransformersConfig
 from engine.models.decoder.loader import load_decoder
 from engine.models.tensor_parallel import TensorParallel

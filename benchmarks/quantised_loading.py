@@ -31,9 +31,9 @@ from benchmarks.loading import CPU, Run, plain_read
 from benchmarks.machine import describe, release_memory
 from benchmarks.result_file import write_result
 from engine.models.checkpoint.checkpoint import open_checkpoint
+from engine.models.checkpoint.files.read_ahead import NUM_THREADS
 from engine.models.checkpoint.finite import is_finite
 from engine.models.checkpoint.own_memory import own_memory
-from engine.models.checkpoint.read_ahead import NUM_THREADS
 from kernels.dequant.gguf_types import GGUF_TYPES, GgufType
 
 __all__ = ["main"]

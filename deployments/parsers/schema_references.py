@@ -7,12 +7,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 from urllib.parse import unquote, urljoin
 
+from engine.structured_outputs.schemas import DATA
+
 __all__ = ["Schema", "is_resource", "reference_of", "target"]
 
 Schema: TypeAlias = Mapping[str, Any]
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _IDS = ("$id", "id")  # the second until draft 4
-_DATA = ("const", "default", "enum", "examples")  # keywords whose values are not schemas
 _MAX_DIGITS = 9  # of an index; int() refuses thousands
 _MAX_SEARCHED = 1000  # schemas of a document that are searched for a name; no one has checked its size
 
@@ -33,7 +34,7 @@ def target(reference: str, base: Schema, document: Schema) -> tuple[Schema, Sche
     """Return what a reference points to, and what the references in it start from; an empty schema for nothing.
 
     Args:
-        reference: a URI, of which a part may be missing: ``other#/$defs/a``, ``#name``.
+        reference: a URI, whole or in part: ``other#/$defs/a``, ``#name``.
         base: the nearest schema around it that has an ``$id``, or the document.
         document: all that is searched; nothing is loaded.
     """
@@ -90,6 +91,6 @@ def _schemas_in(schema: Schema) -> Iterator[Schema]:
         value = waiting.popleft()
         if isinstance(value, Mapping):
             yield value
-            waiting += (part for key, part in value.items() if key not in _DATA and isinstance(part, Mapping | list))
+            waiting += (part for key, part in value.items() if key not in DATA and isinstance(part, Mapping | list))
         else:
             waiting += (part for part in value if isinstance(part, Mapping | list))

@@ -67,7 +67,7 @@ class SchemaPart:
         return {ANY} if any(key in schema for schema, _ in self.schemas for key in _COMBINED) else set()
 
     def property(self, name: str) -> SchemaPart:
-        """Return what is said about an object's property, also behind references and in combined schemas."""
+        """Return what is said about an object's property, directly, through references and in combined schemas."""
         named, others = [], []
         for part, base in self._parts():
             properties, patterns = part.get("properties"), part.get("patternProperties")
@@ -79,7 +79,7 @@ class SchemaPart:
         return SchemaPart(self.document, tuple(named or others))
 
     def item(self, index: int) -> SchemaPart:
-        """Return what is said about a list's item, also behind references and in combined schemas."""
+        """Return what is said about a list's item, directly, through references and in combined schemas."""
         found = []
         for part, base in self._parts():
             first, items = part.get("prefixItems"), part.get("items")
@@ -163,6 +163,6 @@ def _schemas(schema: Schema, key: str) -> list[Schema]:
 
 
 def _branches(schema: Schema) -> list[Schema]:
-    """Return the schemas of which one counts, after an ``if``."""
+    """Return the schemas that an ``if`` chooses from."""
     branches = [schema.get(key) for key in ("then", "else")] if "if" in schema else []
     return [part for part in branches if isinstance(part, Mapping)]

@@ -183,7 +183,7 @@ def snapshots_left(num_slots: int, num_snapshots: int) -> int:
 
 def pages_in_reach(window: Window, block_size: int) -> int:
     """Return the pages, at most, that hold the tokens which the next token attends to, and its own."""
-    if isinstance(window, Chunk):  # which begins with a block, or at most so many tokens after that
+    if isinstance(window, Chunk):  # which begins with a block, or up to most_before tokens later
         most_before = block_size - gcd(block_size, window.tokens)
         return -(-(most_before + window.tokens) // block_size)
     return -(-(window - 1) // block_size) + 1

@@ -54,7 +54,7 @@ def without_unknown_formats(schema: Any) -> Any:
 
 
 def without_unknown_formats_in_grammar(grammar: str) -> str:
-    """Return a grammar in Lark's notation, of whose schemas, after ``%json``, the same is true."""
+    """Do the same to the schemas after ``%json`` in a grammar in Lark's notation."""
     pieces, end = [], 0
     for start in _JSON.finditer(grammar):
         if start.start() < end:

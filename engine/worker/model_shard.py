@@ -20,8 +20,8 @@ from engine.kv.pool_sizes import PageSizes, PoolSizes
 from engine.models.adapter.decoder import TransformersDecoder
 from engine.models.adapter.loader import load_transformers_decoder
 from engine.models.checkpoint.checkpoint import open_checkpoint
+from engine.models.config.files.hf_config import load_hf_config
 from engine.models.config.implementation import read_shape
-from engine.models.config.model_config import load_hf_config
 from engine.models.config.transformers_config import TransformersConfig
 from engine.models.decoder.cpu_decoder import CpuDecoder
 from engine.models.decoder.decoder import Decoder

@@ -18,7 +18,7 @@ class Chunk:
         return f"chunk of {self.tokens}"
 
 
-Window = int | Chunk  # an int is a sliding window: of so many tokens, the query's own included
+Window = int | Chunk  # an int is a sliding window: its length in tokens, the query's own included
 
 
 def first_key(window: Window | None, position: int) -> int:

@@ -24,12 +24,12 @@ _NAMES = ("$id", "id", *_ANCHORS)
 
 def moved_schemas(schemas: Mapping[str, Schema], place: str) -> dict[str, Any]:
     """Return the schemas by name, as they are once they stand side by side at ``place``, such as ``#/$defs``."""
-    names = {name: set(_names(schema)) for name, schema in schemas.items()}
-    count = Counter(one for some in names.values() for one in some)
+    names = {tool: set(_names(schema)) for tool, schema in schemas.items()}
+    num_uses = Counter(name for own in names.values() for name in own)
     moved: dict[str, Any] = {}
-    for name, schema in schemas.items():
-        is_unique = all(one and count[one] == 1 for one in names[name]) and not _has_old_ids(schema)
-        moved[name] = (_moved if is_unique else _without_names)(schema, place + pointer(name))
+    for tool, schema in schemas.items():
+        are_unique = all(name and num_uses[name] == 1 for name in names[tool]) and not _has_old_ids(schema)
+        moved[tool] = (_moved if are_unique else _without_names)(schema, place + pointer(tool))
     return moved
 
 
@@ -54,14 +54,14 @@ def _moved(schema: Schema, place: str) -> Any:
 
 def _names(schema: Schema) -> Iterator[str]:
     """Yield the names that a schema gives to its parts; an empty one for what cannot be a name."""
-    found: list[Any] = []
+    names: list[Any] = []
 
     def note(part: dict[str, Any]) -> dict[str, Any]:
-        found.extend(part[key] for key in ("$id", *_ANCHORS) if key in part)
+        names.extend(part[key] for key in ("$id", *_ANCHORS) if key in part)
         return part
 
     map_schemas(schema, note)
-    for name in found:
+    for name in names:
         yield name if isinstance(name, str) and not name.startswith("#") else ""
 
 

@@ -25,12 +25,12 @@ from engine.models.adapter.fit import loading_in_order, read_dtype, require_fit
 from engine.models.adapter.linears import pack_linears
 from engine.models.adapter.parallel import ParallelPlan
 from engine.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from engine.models.checkpoint.files.read_ahead import read_ahead
 from engine.models.checkpoint.finite import is_finite
 from engine.models.checkpoint.own_memory import own_memory
-from engine.models.checkpoint.read_ahead import read_ahead
 from engine.models.checkpoint.stored_parts import Part
 from engine.models.checkpoint.weight_errors import weights_not_finite
-from engine.models.config.model_config import read_with_transformers
+from engine.models.config.files.hf_config import read_with_transformers
 from engine.models.config.transformers_config import TransformersConfig
 from engine.models.tensor_parallel import TensorParallel
 

@@ -19,8 +19,11 @@ from pathlib import Path
 import torch
 
 from engine.errors import ModelLoadError, listed
-from engine.models.checkpoint.chosen_files import SINGLE, chosen_index
 from engine.models.checkpoint.composed_weight import ComposedWeight, Entry, read_composed, tensors_of, weights_of
+from engine.models.checkpoint.files.chosen_files import SINGLE, chosen_index
+from engine.models.checkpoint.files.safetensors_header import StoredTensor
+from engine.models.checkpoint.files.shard_index import join_shards, read_index
+from engine.models.checkpoint.files.tensor_files import TensorFiles
 from engine.models.checkpoint.formats.gguf import gguf_entries
 from engine.models.checkpoint.formats.table import group_weights
 from engine.models.checkpoint.gpt_oss_experts import with_stacked_experts
@@ -28,10 +31,7 @@ from engine.models.checkpoint.mlx_layout import with_mlx_layout
 from engine.models.checkpoint.own_memory import own_memory
 from engine.models.checkpoint.packed_weight import PackedWeight, Scratch, read_packed
 from engine.models.checkpoint.plain_tensor import PLAIN_DTYPES, read_plain
-from engine.models.checkpoint.safetensors_header import StoredTensor
-from engine.models.checkpoint.shard_index import join_shards, read_index
 from engine.models.checkpoint.sharding import Shard
-from engine.models.checkpoint.tensor_files import TensorFiles
 from engine.models.checkpoint.text_part import architecture_of, text_tensors, with_experts_turned
 from engine.models.config.files.json_file import read_json
 from engine.models.config.files.quantization import read_quantization

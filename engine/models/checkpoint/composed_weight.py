@@ -13,8 +13,8 @@ from typing import Literal, TypeAlias, Union
 
 import torch
 
+from engine.models.checkpoint.files.safetensors_header import StoredTensor
 from engine.models.checkpoint.packed_weight import PackedWeight
-from engine.models.checkpoint.safetensors_header import StoredTensor
 from engine.models.checkpoint.sharding import Shard
 from engine.models.checkpoint.transposed_weight import transposed
 

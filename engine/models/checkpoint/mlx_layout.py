@@ -19,8 +19,8 @@ import torch
 
 from engine.errors import ModelLoadError
 from engine.models.checkpoint.composed_weight import ComposedWeight, Entry, matrix_of, turned
+from engine.models.checkpoint.files.safetensors_header import StoredTensor
 from engine.models.checkpoint.packed_weight import PackedWeight
-from engine.models.checkpoint.safetensors_header import StoredTensor
 
 __all__ = ["with_mlx_layout"]
 

@@ -13,11 +13,11 @@ from typing import ClassVar
 import torch
 
 from engine.errors import ModelLoadError
+from engine.models.checkpoint.files.safetensors_header import StoredTensor
+from engine.models.checkpoint.files.tensor_files import TensorFiles
 from engine.models.checkpoint.finite import is_finite
 from engine.models.checkpoint.own_memory import own_memory
-from engine.models.checkpoint.safetensors_header import StoredTensor
 from engine.models.checkpoint.sharding import Shard
-from engine.models.checkpoint.tensor_files import TensorFiles
 
 __all__ = ["PART_DTYPES", "PackedWeight", "Scratch", "read_packed"]
 

@@ -6,9 +6,9 @@ import math
 
 import torch
 
-from engine.models.checkpoint.safetensors_header import StoredTensor
+from engine.models.checkpoint.files.safetensors_header import StoredTensor
+from engine.models.checkpoint.files.tensor_files import TensorFiles
 from engine.models.checkpoint.sharding import Shard
-from engine.models.checkpoint.tensor_files import TensorFiles
 
 __all__ = ["PLAIN_DTYPES", "read_plain"]
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.models.checkpoint.files.safetensors_header import StoredTensor
 from engine.models.checkpoint.packed_weight import PackedWeight
-from engine.models.checkpoint.safetensors_header import StoredTensor
 
 __all__ = ["with_scaled_inputs"]
 

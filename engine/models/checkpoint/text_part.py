@@ -15,7 +15,7 @@ from typing import Any
 
 from engine.errors import ModelLoadError
 from engine.models.checkpoint.composed_weight import Entry, turned
-from engine.models.checkpoint.safetensors_header import StoredTensor
+from engine.models.checkpoint.files.safetensors_header import StoredTensor
 from engine.models.config.families.architectures import ALIASES
 from engine.models.config.files.text_parts import MULTIMODAL
 

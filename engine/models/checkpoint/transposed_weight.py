@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from engine.errors import ModelLoadError
+from engine.models.checkpoint.files.safetensors_header import StoredTensor
 from engine.models.checkpoint.packed_weight import PackedWeight
-from engine.models.checkpoint.safetensors_header import StoredTensor
 from kernels.dequant.transposed import TURNED_ELEMENTS, write_transposed
 
 __all__ = ["transposed", "transposed_packed"]

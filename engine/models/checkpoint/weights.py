@@ -19,10 +19,10 @@ import torch
 from engine.errors import ModelLoadError
 from engine.models.checkpoint.checkpoint import Checkpoint
 from engine.models.checkpoint.expert_weights import unstack
+from engine.models.checkpoint.files.read_ahead import read_ahead
 from engine.models.checkpoint.finite import is_finite
 from engine.models.checkpoint.own_memory import own_memory
 from engine.models.checkpoint.progress import with_progress
-from engine.models.checkpoint.read_ahead import read_ahead
 from engine.models.checkpoint.sharding import Shard
 from engine.models.checkpoint.stored_parts import EMBEDDING, HEAD, Part, stored_parts, stored_with_prefix, unread
 from engine.models.checkpoint.unneeded_bias import unneeded_biases

@@ -1,27 +1,21 @@
 """ModelConfig: what a checkpoint's config.json says, reduced to what the decoder needs.
 
-transformers' AutoConfig reads all but the plainest config files (see files/without_transformers.py), as it knows their
-many spellings. This module checks the result, reduces it to typed fields, and rejects what the decoder would compute
-wrongly. It does not touch weights.
+This module checks what files/hf_config.py has read, reduces it to typed fields, and rejects what the decoder would
+compute wrongly. It does not touch weights.
 """
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from engine.errors import ModelLoadError, UnsupportedModelError, shown
+from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.kv.layer_cache import KeyValue, LayerCache, SharedWith
-from engine.models.config.families.architectures import MODEL_TYPES, PROVEN
+from engine.models.config.families.architectures import PROVEN
 from engine.models.config.families.table import ARCHITECTURES, Family, NormPlacement, QKNorm
-from engine.models.config.files.config_json import num_positions, read_config_json
-from engine.models.config.files.json_file import read_json
-from engine.models.config.files.text_parts import text_config, text_fields
-from engine.models.config.files.without_transformers import plain_config
+from engine.models.config.files.config_json import num_positions
 from engine.models.config.model_shape import AttentionShape, ModelShape, attends_causally
 from engine.models.config.shapes.dense import dense_activation, intermediate_size, per_layer_width
 from engine.models.config.shapes.experts import ExpertsShape
@@ -35,13 +29,10 @@ from engine.models.config.shapes.weight_scales import WeightScales
 from engine.models.config.values.divided import divided
 from engine.models.config.values.limits import read_count, require_integer
 from engine.models.config.values.rounded import rounded
-from engine.models.gguf.file import is_gguf
 from kernels.attention.window import Chunk, Window
 from kernels.layer_ops.base import Activation
 
-__all__ = ["ModelConfig", "load_hf_config", "read_with_transformers"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["ModelConfig"]
 
 _POSITIONS_WITHOUT_LIMIT = 2**18  # of models without attention, whose configs name no limit
 
@@ -360,55 +351,3 @@ def _windows(config: Any, family: Family) -> tuple[Window | None, ...]:
     if "chunked_attention" in kinds:
         of_kind["chunked_attention"] = Chunk(require_integer(config, "attention_chunk_size"))
     return tuple(map(of_kind.get, kinds))
-
-
-def load_hf_config(path: str | Path) -> Any:
-    """Read config.json as transformers does; reject checkpoints that need code of their own.
-
-    Of a multimodal checkpoint it is the config of the text part.
-
-    Raises:
-        ConfigError: if the directory or its config.json does not exist.
-        ModelLoadError: if it is malformed, or names remote code, an unknown architecture or format of weights.
-    """
-    raw = read_config_json(path)
-    if (text := text_fields(raw)) is not raw:
-        names = [fields["architectures"][0] for fields in (raw, text)]
-        logger.info("Of %s the text part is served, as %s; requests with images or sound are rejected", *names)
-    return plain_config(raw) or read_with_transformers(path)
-
-
-def read_with_transformers(path: str | Path) -> Any:
-    """Return transformers' config of a checkpoint that ``read_config_json`` has accepted, or of its text part.
-
-    Raises:
-        ModelLoadError: if transformers refuses it.
-    """
-    from transformers import CONFIG_MAPPING, AutoConfig, __version__  # slow to import
-
-    directory = Path(path)
-    raw = read_config_json(directory) if is_gguf(directory) else read_json(directory / "config.json")
-    model_type = raw.get("model_type")
-    known = MODEL_TYPES.get(model_type, model_type) if isinstance(model_type, str) else None
-    if known is None or known not in CONFIG_MAPPING:
-        raise ModelLoadError(
-            f"config.json of '{path}' has the model_type {shown(model_type)}, which transformers {__version__} does "
-            "not know; docs/models.md lists what is served"
-        )
-    try:
-        if is_gguf(directory) or known != model_type:
-            return CONFIG_MAPPING[known].from_dict(raw)
-        return text_config(AutoConfig.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True))
-    except ModelLoadError:
-        raise
-    except Exception as error:  # its classes check some values, and compute with others
-        raise _unreadable(directory, error) from error
-
-
-def _unreadable(path: str | Path, error: Exception) -> ModelLoadError:
-    lines = str(error).split("\n")
-    problem = " ".join(line.strip() for line in lines[:2]) if lines[0].endswith(":") else lines[0]
-    return ModelLoadError(
-        f"config.json of '{path}' could not be read: {type(error).__name__}: {problem}; correct it, or "
-        "download it again"
-    )

@@ -1,4 +1,4 @@
-"""gemma4_config: the fields of a config.json, besides those of all architectures, of Gemma 4's dense and sparse models.
+"""gemma4_config: the fields of config.json that only Gemma 4 has, dense and with experts, from a GGUF file.
 
 Its full-attention layers have heads of another number and size than its layers with a sliding window.
 """

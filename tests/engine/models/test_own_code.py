@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from engine.errors import ConfigError, ModelLoadError
+from engine.models.config.files.hf_config import load_hf_config
 from engine.models.config.implementation import read_shape
-from engine.models.config.model_config import ModelConfig, load_hf_config
+from engine.models.config.model_config import ModelConfig
 from engine.models.config.model_shape import ModelShape
 from engine.models.config.transformers_config import TransformersConfig
 from tests.engine.checkpoints import save_checkpoint

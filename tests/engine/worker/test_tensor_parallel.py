@@ -21,7 +21,8 @@ from engine.kv.pool_sizes import PoolSizes
 from engine.llm import LLM
 from engine.models.checkpoint.checkpoint import open_checkpoint
 from engine.models.checkpoint.sharding import shard_of, vocab_range
-from engine.models.config.model_config import ModelConfig, load_hf_config
+from engine.models.config.files.hf_config import load_hf_config
+from engine.models.config.model_config import ModelConfig
 from engine.models.decoder.decoder import Decoder
 from engine.sampling_params import SamplingParams
 from engine.worker.model_worker import ModelWorker

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.models.config.model_config import load_hf_config
+from engine.models.config.files.hf_config import load_hf_config
 from engine.models.decoder import loader
 from engine.models.decoder.decoder import Decoder
 from engine.models.tensor_parallel import TensorParallel

@@ -13,8 +13,8 @@ import torch
 
 from engine.errors import ModelLoadError, shown
 from engine.models.checkpoint.composed_weight import Entry
+from engine.models.checkpoint.files.safetensors_header import StoredTensor
 from engine.models.checkpoint.packed_weight import PackedWeight
-from engine.models.checkpoint.safetensors_header import StoredTensor
 from engine.models.gguf.file import GgufFile
 from engine.models.gguf.header import GgufTensor
 from engine.models.gguf.names import gguf_weights

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from engine.errors import ModelLoadError
-from engine.models.checkpoint.safetensors_header import StoredTensor
+from engine.models.checkpoint.files.safetensors_header import StoredTensor
 from engine.models.config.files.quantization import Quantization
 
 __all__ = ["ModuleTensors", "modules_of"]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from engine.errors import ModelLoadError
 from engine.models.checkpoint.composed_weight import Entry
+from engine.models.checkpoint.files.safetensors_header import StoredTensor
 from engine.models.checkpoint.formats.bitsandbytes import bitsandbytes_weights
 from engine.models.checkpoint.formats.compressed_integers import compressed_integers
 from engine.models.checkpoint.formats.fp4 import fp4_weights
@@ -19,7 +20,6 @@ from engine.models.checkpoint.formats.mlx import mlx_weights
 from engine.models.checkpoint.formats.modelopt_int4 import modelopt_int4_weights
 from engine.models.checkpoint.formats.module_tensors import ModuleTensors, modules_of
 from engine.models.checkpoint.packed_weight import PackedWeight
-from engine.models.checkpoint.safetensors_header import StoredTensor
 from engine.models.checkpoint.scaled_inputs import with_scaled_inputs
 from engine.models.config.files.quantization import Quantization
 

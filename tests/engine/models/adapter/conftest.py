@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from engine.models.adapter.decoder import TransformersDecoder
 from engine.models.adapter.loader import load_transformers_decoder
-from engine.models.config.model_config import load_hf_config
+from engine.models.config.files.hf_config import load_hf_config
 from engine.models.config.transformers_config import TransformersConfig
 from engine.models.tensor_parallel import TensorParallel
 from tests.engine.checkpoints import save_checkpoint

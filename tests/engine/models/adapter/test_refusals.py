@@ -22,9 +22,10 @@ from engine.models.adapter.loader import load_transformers_decoder
 from engine.models.config.families.architectures import PROVEN, require_proven
 from engine.models.config.families.refused import REFUSED, UNKNOWN
 from engine.models.config.families.table import ARCHITECTURES
+from engine.models.config.files.hf_config import load_hf_config
 from engine.models.config.files.text_parts import MULTIMODAL
 from engine.models.config.implementation import read_shape
-from engine.models.config.model_config import ModelConfig, load_hf_config
+from engine.models.config.model_config import ModelConfig
 from engine.models.config.transformers_config import TransformersConfig
 from engine.models.tensor_parallel import TensorParallel
 from engine.worker.model_worker import ModelWorker
@@ -260,8 +261,8 @@ def test_nothing_is_read_before_the_headers_are_compared(
 ) -> None:
     """Of experts too, which transformers joins or splits."""
     good = load_file(Path(zoo(architecture).path) / "model.safetensors")
-    monkeypatch.setattr("engine.models.checkpoint.tensor_files.TensorFiles.read_into", None)
-    monkeypatch.setattr("engine.models.checkpoint.tensor_files.TensorFiles.map", None)
+    monkeypatch.setattr("engine.models.checkpoint.files.tensor_files.TensorFiles.read_into", None)
+    monkeypatch.setattr("engine.models.checkpoint.files.tensor_files.TensorFiles.map", None)
     name = min(name for name in good if ".1." in name and re.search("experts|mlp", name) and good[name].dim() > 1)
     damages: list[tuple[dict[str, torch.Tensor], str]] = [
         ({}, "is missing|cannot be joined|has shape"),

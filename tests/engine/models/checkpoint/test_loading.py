@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from engine.errors import ConfigError, ModelLoadError
 from engine.kv.layer_cache import bytes_per_token
 from engine.models.config.files.generation_defaults import GenerationDefaults
-from engine.models.config.model_config import ModelConfig, load_hf_config
+from engine.models.config.files.hf_config import load_hf_config
+from engine.models.config.model_config import ModelConfig
 from engine.models.decoder import loader
 from engine.models.decoder.cpu_decoder import CpuDecoder
 from engine.models.decoder.decoder import Decoder

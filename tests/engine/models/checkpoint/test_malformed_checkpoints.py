@@ -331,8 +331,8 @@ def test_a_tensor_that_two_shards_hold_comes_from_the_one_that_the_index_names(w
 
 
 def test_nothing_is_read_before_the_headers_are_checked(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.models.checkpoint.tensor_files.TensorFiles.read_into", None)
-    monkeypatch.setattr("engine.models.checkpoint.tensor_files.TensorFiles.map", None)
+    monkeypatch.setattr("engine.models.checkpoint.files.tensor_files.TensorFiles.read_into", None)
+    monkeypatch.setattr("engine.models.checkpoint.files.tensor_files.TensorFiles.map", None)
     with open_checkpoint(workshop.sharded) as checkpoint:
         checkpoint.require(NORM, [96])
     for damage in (

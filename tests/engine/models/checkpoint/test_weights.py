@@ -18,13 +18,15 @@ from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 from engine.errors import ModelLoadError
-from engine.models.checkpoint import plain_tensor, progress, read_ahead
-from engine.models.checkpoint import tensor_files as module
+from engine.models.checkpoint import plain_tensor, progress
 from engine.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from engine.models.checkpoint.files import read_ahead
+from engine.models.checkpoint.files import tensor_files as module
+from engine.models.checkpoint.files.tensor_files import TensorFiles
 from engine.models.checkpoint.sharding import Shard, shard_of
-from engine.models.checkpoint.tensor_files import TensorFiles
 from engine.models.checkpoint.weights import read_weights
-from engine.models.config.model_config import ModelConfig, load_hf_config
+from engine.models.config.files.hf_config import load_hf_config
+from engine.models.config.model_config import ModelConfig
 from engine.models.decoder.decoder import Decoder
 from engine.models.decoder.loader import load_decoder
 from engine.models.tensor_parallel import TensorParallel

@@ -14,7 +14,7 @@ from deployments.config import AppConfig
 from engine.errors import ConfigError, ModelLoadError
 from engine.models.checkpoint.checkpoint import open_checkpoint
 from engine.models.config.files.config_json import read_config_json
-from engine.models.config.model_config import load_hf_config
+from engine.models.config.files.hf_config import load_hf_config
 
 OWN_CODE = {"auto_map": {"AutoConfig": "configuration.Config"}}
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}

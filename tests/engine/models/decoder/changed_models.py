@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.models.config.model_config import ModelConfig, load_hf_config
+from engine.models.config.files.hf_config import load_hf_config
+from engine.models.config.model_config import ModelConfig
 from engine.models.decoder import loader
 from engine.models.tensor_parallel import TensorParallel
 

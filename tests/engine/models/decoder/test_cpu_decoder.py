@@ -12,7 +12,7 @@ import torch
 from engine.kv.kv_cache import KVCache
 from engine.kv.layer_cache import without_windows
 from engine.kv.pool_sizes import PoolSizes
-from engine.models.config.model_config import load_hf_config
+from engine.models.config.files.hf_config import load_hf_config
 from engine.models.decoder import loader
 from engine.models.decoder.cpu_decoder import CpuDecoder
 from engine.models.decoder.decoder import Decoder

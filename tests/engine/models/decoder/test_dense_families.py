@@ -6,54 +6,39 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from engine.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from engine.llm import LLM
-from engine.models.config.model_config import ModelConfig, load_hf_config
+from engine.models.config.files.hf_config import load_hf_config
+from engine.models.config.model_config import ModelConfig
 from engine.models.config.shapes.rope import RopeConfig
 from engine.models.decoder import loader
 from engine.models.decoder.cpu_decoder import CpuDecoder
 from engine.models.decoder.decoder import Decoder
 from engine.models.tensor_parallel import TensorParallel
-from engine.sampling_params import SamplingParams
 from kernels.cpu.library import library
 from kernels.cpu.linear import has_int8
 from tests.engine.models.adapter import greedy_answers
 from tests.engine.models.adapter.packed_steps import make_sequences, packed_logits
 from tests.engine.models.adapter.tiny_models import WINDOW, build_config
 from tests.engine.models.decoder.dense_families import DENSE_FAMILIES, save_dense_model
-from tests.engine.oracle import Activity, answers, make_llm, oracle_beams, run
+from tests.engine.models.decoder.family_answers import check_beams
+from tests.engine.models.decoder.saved_models import Saved, saved_models
 
 TOLERANCE = 1e-5  # of the largest logit of a sequence
 CPU = torch.device("cpu")
 Change = Callable[[ModelConfig], ModelConfig]
 
 
-@dataclass
-class Saved:
-    """A model of transformers, and the directory that it was saved to."""
-
-    model: PreTrainedModel
-    path: str
-
-    @cached_property
-    def expected_logits(self) -> list[torch.Tensor]:
-        """transformers' logits of the sequences of packed_steps.py, [length, vocab_size] each."""
-        with torch.inference_mode():
-            return [self.model(tokens[None]).logits[0] for tokens in make_sequences()]
-
-
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
     """Return a function from a family's name to its model."""
-    return cache(lambda name: Saved(*save_dense_model(name, tmp_path_factory.mktemp(name))))
+    return saved_models(save_dense_model, tmp_path_factory)
 
 
 @pytest.fixture(params=["kernels", "torch"])
@@ -253,13 +238,7 @@ def test_greedy_tokens_in_every_setting(saved: Callable[[str], Saved], name: str
 
 @pytest.mark.parametrize("name", DENSE_FAMILIES)
 def test_beams_equal_transformers(saved: Callable[[str], Saved], name: str) -> None:
-    llm = make_llm(saved(name).path, model_impl="pagoda", block_size=4, max_num_batched_tokens=16)
-    activity = Activity(llm)
-    params = SamplingParams(beam_width=3, n=3, temperature=0.0, max_tokens=greedy_answers.MAX_TOKENS, ignore_eos=True)
-    prompts = greedy_answers.make_prompts()[:2]
-    expected = [oracle_beams(saved(name).model, prompt, params, [])[0] for prompt in prompts]
-    assert answers(run(llm, prompts, params)) == expected
-    assert activity.num_copies > 0
+    check_beams(saved(name), model_impl="pagoda")
 
 
 def test_auto_chooses_our_own_decoder(saved: Callable[[str], Saved]) -> None:

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from engine.errors import ModelLoadError
 from engine.models.config.files.generation_defaults import GenerationDefaults
+from engine.models.config.files.hf_config import load_hf_config, read_with_transformers
 from engine.models.config.implementation import read_shape
-from engine.models.config.model_config import ModelConfig, load_hf_config, read_with_transformers
+from engine.models.config.model_config import ModelConfig
 from engine.models.config.transformers_config import TransformersConfig
 from engine.models.config.values.limits import require_plausible
 from engine.models.decoder.rope import rope_tables

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from engine.models.config.files.hf_config import load_hf_config
 from engine.models.config.files.text_parts import MULTIMODAL, TEXT_ARCHITECTURES
-from engine.models.config.model_config import load_hf_config
 from engine.sampling_params import SamplingParams
 from tests.engine.models.adapter.greedy_answers import MAX_TOKENS, POOL_TOKENS, SETTINGS, check, make_prompts, oracle
 from tests.engine.models.multimodal.conftest import Published

@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from engine.models.checkpoint.checkpoint import open_checkpoint
 from engine.models.config.files.generation_defaults import GenerationDefaults
-from engine.models.config.model_config import load_hf_config
+from engine.models.config.files.hf_config import load_hf_config
 from tests.engine.models.adapter.greedy_answers import check, make_prompts, oracle
 from tests.engine.models.multimodal.tiny_checkpoints import COMPARED_APART
 from tests.engine.models.multimodal.tiny_multimodal import EXPERTS, IMAGE_TOKENS, QWEN_VISION, TEXT

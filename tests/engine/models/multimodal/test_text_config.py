@@ -16,9 +16,10 @@ from engine.errors import ConfigError, ModelLoadError
 from engine.models.config.families.architectures import PROVEN
 from engine.models.config.families.table import ARCHITECTURES
 from engine.models.config.files.generation_defaults import GenerationDefaults
+from engine.models.config.files.hf_config import load_hf_config
 from engine.models.config.files.text_parts import MULTIMODAL, TEXT_ARCHITECTURES
 from engine.models.config.implementation import read_shape
-from engine.models.config.model_config import ModelConfig, load_hf_config
+from engine.models.config.model_config import ModelConfig
 from engine.models.config.model_shape import attends_causally
 from engine.models.config.transformers_config import TransformersConfig
 from tests.engine.models.multimodal.tiny_checkpoints import TINY

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from engine.errors import ModelLoadError, PagodaError
-from engine.models.config.model_config import load_hf_config
+from engine.models.config.files.hf_config import load_hf_config
 from engine.models.decoder.loader import load_decoder
 from engine.models.tensor_parallel import TensorParallel
 from tests.engine.models.checkpoint.damaged_checkpoints import REMEDY

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.errors import ModelLoadError
-from engine.models.config.model_config import load_hf_config
+from engine.models.config.files.hf_config import load_hf_config
 from tests.engine.models.checkpoint.formats import test_compressed_integers as of_integers
 from tests.engine.models.checkpoint.formats import test_fp4 as of_fp4
 from tests.engine.models.checkpoint.formats import test_fp8 as of_fp8

@@ -12,8 +12,8 @@ import torch
 from engine.errors import ConfigError
 from engine.llm import LLM
 from engine.models.config.files.config_json import num_positions, rope_of
+from engine.models.config.files.hf_config import load_hf_config
 from engine.models.config.implementation import read_shape
-from engine.models.config.model_config import load_hf_config
 from engine.sampling_params import SamplingParams
 from tests.engine.checkpoints import build_model, save_checkpoint
 from tests.engine.models.adapter import tiny_models

@@ -20,8 +20,9 @@ from engine.errors import ModelLoadError
 from engine.models.config.families.table import ARCHITECTURES
 from engine.models.config.families.transformers_defaults import FAMILIES
 from engine.models.config.files.generation_defaults import GenerationDefaults
+from engine.models.config.files.hf_config import load_hf_config
 from engine.models.config.files.without_transformers import plain_config
-from engine.models.config.model_config import ModelConfig, load_hf_config
+from engine.models.config.model_config import ModelConfig
 from engine.models.decoder.rope import rope_tables
 from tests.engine.checkpoints import EXPERT_FAMILIES, build_model
 from tests.engine.conftest import SavedModel

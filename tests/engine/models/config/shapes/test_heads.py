@@ -10,7 +10,8 @@ import pytest
 
 from engine.errors import ModelLoadError
 from engine.kv.layer_cache import KeyValue, SharedWith
-from engine.models.config.model_config import ModelConfig, load_hf_config
+from engine.models.config.files.hf_config import load_hf_config
+from engine.models.config.model_config import ModelConfig
 from engine.models.config.shapes.heads import KVHeads
 from tests.engine.models.decoder.gemma.gemma_families import build_gemma_model
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.models.config.model_config import load_hf_config
+from engine.models.config.files.hf_config import load_hf_config
 from engine.models.decoder import cpu_decoder
 from engine.models.decoder.cpu_decoder import CpuDecoder
 from engine.models.decoder.loader import load_decoder

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from engine.errors import ConfigError, ModelLoadError
 from engine.models.checkpoint.checkpoint import open_checkpoint
 from engine.models.checkpoint.weights import read_weights
-from engine.models.config.model_config import ModelConfig, load_hf_config
+from engine.models.config.files.hf_config import load_hf_config
+from engine.models.config.model_config import ModelConfig
 from engine.models.decoder.decoder import Decoder
 from engine.models.decoder.experts import SparseMoeBlock
 from engine.models.decoder.loader import load_decoder

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from engine.models.config import model_config as config_module
-from engine.models.config.model_config import ModelConfig, load_hf_config
+from engine.models.config.files.hf_config import load_hf_config
+from engine.models.config.model_config import ModelConfig
 from engine.models.decoder import loader
 from engine.models.tensor_parallel import TensorParallel
 from kernels.experts import experts as experts_module

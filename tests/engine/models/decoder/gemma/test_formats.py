@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine.models.checkpoint.formats.quantised import save_quantised
 from tests.engine.models.checkpoint.formats.test_mlx import encode
-from tests.engine.models.decoder.gemma.conftest import Saved
 from tests.engine.models.decoder.gemma.gemma_families import build_gemma_model
 from tests.engine.models.decoder.recurrent.test_formats import FORMATS, parameters
+from tests.engine.models.decoder.saved_models import Saved
 
 _CHOSEN = re.compile(r"layers\..*(_proj|_projection|_gate)\.weight$")
 RANKS = ((0, 1), (0, 2), (1, 2))

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from engine.errors import ModelLoadError
 from engine.kv.layer_cache import KeyValue, SharedWith
-from engine.models.config.model_config import load_hf_config
+from engine.models.config.files.hf_config import load_hf_config
 from engine.models.config.shapes.weight_scales import WeightScales
 from engine.models.decoder import loader
 from engine.models.decoder.cpu_decoder import CpuDecoder
@@ -29,8 +29,8 @@ from kernels.layer_ops.torch import TorchOps
 from tests.engine.models.adapter.packed_steps import make_sequences, packed_logits
 from tests.engine.models.adapter.tiny_models import WINDOW
 from tests.engine.models.decoder.changed_models import TOLERANCE, Change, largest_difference, load
-from tests.engine.models.decoder.gemma.conftest import Saved
 from tests.engine.models.decoder.gemma.gemma_families import GEMMA_FAMILIES
+from tests.engine.models.decoder.saved_models import Saved
 
 INT8_TOLERANCE = 3e-2  # an element between two steps may be rounded to either, and later layers see the difference
 

@@ -13,11 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.errors import ModelLoadError
-from engine.models.config.model_config import ModelConfig, load_hf_config
+from engine.models.config.files.hf_config import load_hf_config
+from engine.models.config.model_config import ModelConfig
 from tests.engine.models.decoder.changed_models import TOLERANCE, load
-from tests.engine.models.decoder.latent.conftest import Saved
 from tests.engine.models.decoder.latent.latent_families import LATENT_FAMILIES, YARN
 from tests.engine.models.decoder.latent.test_logits import largest_error
+from tests.engine.models.decoder.saved_models import Saved
 
 
 def copy_with(saved: Saved, path: Path, **fields: Any) -> Path:

@@ -23,14 +23,14 @@ from kernels.experts.route import Scores
 from kernels.layer_ops.torch import TorchOps
 from tests.engine.models.adapter.packed_steps import packed_logits
 from tests.engine.models.decoder.changed_models import TOLERANCE, Change, largest_difference, load
-from tests.engine.models.decoder.latent.conftest import STEPS, Saved, make_sequences
 from tests.engine.models.decoder.latent.latent_families import LATENT_FAMILIES
+from tests.engine.models.decoder.saved_models import LONG_STEPS, Saved, make_long_sequences
 
 CPU = torch.device("cpu")
 
 
 def largest_error(decoder: Any, saved: Saved) -> float:
-    return largest_difference(packed_logits(decoder, make_sequences(), steps=STEPS), saved.expected_logits)
+    return largest_difference(packed_logits(decoder, make_long_sequences(), steps=LONG_STEPS), saved.expected_logits)
 
 
 @pytest.mark.parametrize("implementation", [CpuDecoder, Decoder])
@@ -61,10 +61,10 @@ def test_bfloat16_is_as_exact_as_that_of_transformers(
     if not in_c:
         monkeypatch.setattr(loader, "cpu_kernels_can_run", lambda *_: False)
     decoder = load(saved(name).path, dtype=torch.bfloat16)
-    computed = packed_logits(decoder, make_sequences(), torch.bfloat16, steps=STEPS)
+    computed = packed_logits(decoder, make_long_sequences(), torch.bfloat16, steps=LONG_STEPS)
     half = copy.deepcopy(saved(name).model).to(torch.bfloat16)
     with torch.inference_mode():
-        theirs = [half(tokens[None], use_cache=False).logits[0].float() for tokens in make_sequences()]
+        theirs = [half(tokens[None], use_cache=False).logits[0].float() for tokens in make_long_sequences()]
     assert mean_error(computed, saved(name)) < 1.5 * mean_error(theirs, saved(name))
 
 

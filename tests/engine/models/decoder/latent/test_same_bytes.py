@@ -8,7 +8,7 @@ import pytest
 
 from kernels.cpu.library import library
 from kernels.cpu.linear import has_int8
-from tests.engine.models.decoder.latent.conftest import Saved
+from tests.engine.models.decoder.saved_models import Saved
 from tests.engine.models.decoder.test_same_bytes import FEW_SETTINGS, NUM_PROMPTS, SETTINGS, LogitsRecorder, check
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compiler")

@@ -16,15 +16,16 @@ import torch
 
 from engine.errors import ModelLoadError
 from engine.kv.layer_cache import IndexKey, Latent
-from engine.models.config.model_config import ModelConfig, load_hf_config
+from engine.models.config.files.hf_config import load_hf_config
+from engine.models.config.model_config import ModelConfig
 from engine.models.decoder import indexer as decoder_indexer
 from engine.models.decoder.decoder import Decoder
 from kernels.attention import indexer
 from kernels.attention.indexer_inputs import IndexerInputs
 from tests.engine.models.decoder.changed_models import TOLERANCE, Change, load
-from tests.engine.models.decoder.latent.conftest import Saved
 from tests.engine.models.decoder.latent.test_loading import copy_with
 from tests.engine.models.decoder.latent.test_logits import largest_error
+from tests.engine.models.decoder.saved_models import Saved
 
 # --- planted errors -------------------------------------------------------------------------------------------------
 

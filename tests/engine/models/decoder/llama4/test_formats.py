@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from engine.models.config.files.hf_config import load_hf_config
 from engine.models.config.implementation import read_shape
-from engine.models.config.model_config import load_hf_config
 from tests.engine.checkpoints import save_checkpoint
 from tests.engine.models.adapter import greedy_answers
 from tests.engine.models.checkpoint.formats.quantised import check_tokens, is_linear

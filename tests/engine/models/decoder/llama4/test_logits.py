@@ -28,8 +28,8 @@ from kernels.cpu.linear import has_int8
 from tests.engine.checkpoints import save_checkpoint
 from tests.engine.models.adapter.packed_steps import make_sequences, packed_logits
 from tests.engine.models.decoder.changed_models import TOLERANCE, Change, largest_difference, load
-from tests.engine.models.decoder.llama4.conftest import Saved
 from tests.engine.models.decoder.llama4.llama4_models import CHUNK, LLAMA4_MODELS, build_llama4_model
+from tests.engine.models.decoder.saved_models import Saved
 from tests.engine.models.ties import require_no_ties
 
 SCOUT, MAVERICK, OTHER = LLAMA4_MODELS

@@ -11,11 +11,10 @@ import torch
 from engine.errors import ConfigError, ModelLoadError
 from engine.sampling_params import SamplingParams
 from tests.engine.models.adapter import greedy_answers
-from tests.engine.models.decoder.recurrent.conftest import Saved
+from tests.engine.models.decoder.family_answers import check_beams, check_drafts, check_two_ranks
 from tests.engine.models.decoder.recurrent.recurrent_families import GENERATED, few, sweep
-from tests.engine.models.test_speculative_generation import SPECULATION, DraftCounter
-from tests.engine.oracle import Activity, answers, eos_ids, make_llm, oracle_beams, random_tokens, run
-from tests.engine.worker.test_tensor_parallel import ThreadRanks
+from tests.engine.models.decoder.saved_models import Saved
+from tests.engine.oracle import answers, eos_ids, make_llm, random_tokens, run
 
 POOL_TOKENS = 44  # a request and a half: the second is preempted
 
@@ -71,16 +70,7 @@ def test_a_long_conversation_resumes_at_snapshots(saved: Callable[[str], Saved],
 def test_rejected_drafts_leave_no_trace_in_states(
     saved: Callable[[str], Saved], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of prompts that repeat themselves, in steps of 40 tokens."""
-    drafts = DraftCounter(monkeypatch)
-    model = saved(name).model
-    prompts = [[7, 8, 9, 10] * 6, [5] * 24, list(range(40, 52)) * 2, random_tokens(random.Random(2), 24)]
-    ids = torch.tensor(prompts)
-    with eos_ids(model, []):
-        expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
-    llm = make_llm(saved(name).path, block_size=4, max_num_batched_tokens=40, speculative_config=SPECULATION)
-    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-    assert answers(run(llm, prompts, params)) == [[row[24:].tolist()] for row in expected]
+    drafts = check_drafts(saved(name), monkeypatch)
     assert drafts.num_accepted < drafts.num_drafted
 
 
@@ -90,12 +80,7 @@ def test_rejected_drafts_leave_no_trace_in_states(
 def test_two_ranks_share_a_model(saved: Callable[[str], Saved], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name in ("granite-4-h-moe", "olmo-hybrid"):
         pytest.skip("one group of heads is not divided, nor are norms over all heads")
-    monkeypatch.setattr("engine.worker.worker_pool.RemoteRanks", ThreadRanks)
-    llm = make_llm(saved(name).path, tensor_parallel_size=2, block_size=4, max_num_batched_tokens=16, num_blocks=64)
-    params = SamplingParams(temperature=0.0, max_tokens=greedy_answers.MAX_TOKENS, ignore_eos=True)
-    prompts = greedy_answers.make_prompts()
-    assert answers(run(llm, prompts, params)) == greedy_answers.oracle(saved(name).model, prompts)
-    llm.engine.close()
+    check_two_ranks(saved(name), monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -122,10 +107,4 @@ def test_ranks_do_not_share_norms_over_all_heads(saved: Callable[[str], Saved]) 
 
 @pytest.mark.parametrize("name", few("qwen3.5", "falcon-h1", long=("lfm2-moe", "kimi-linear", "nemotron-3-nano")))
 def test_beams_equal_transformers(saved: Callable[[str], Saved], name: str) -> None:
-    llm = make_llm(saved(name).path, block_size=4, max_num_batched_tokens=16)
-    activity = Activity(llm)
-    params = SamplingParams(beam_width=3, n=3, temperature=0.0, max_tokens=greedy_answers.MAX_TOKENS, ignore_eos=True)
-    prompts = greedy_answers.make_prompts()[:2]
-    expected = [oracle_beams(saved(name).model, prompt, params, [])[0] for prompt in prompts]
-    assert answers(run(llm, prompts, params)) == expected
-    assert activity.num_copies > 0
+    check_beams(saved(name))

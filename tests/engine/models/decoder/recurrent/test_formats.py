@@ -12,7 +12,8 @@ import torch
 
 from engine.models.checkpoint.checkpoint import open_checkpoint
 from engine.models.checkpoint.weights import read_weights
-from engine.models.config.model_config import ModelConfig, load_hf_config
+from engine.models.config.files.hf_config import load_hf_config
+from engine.models.config.model_config import ModelConfig
 from engine.models.decoder.decoder import Decoder
 from engine.models.tensor_parallel import TensorParallel
 from kernels.layer_ops.torch import TorchOps

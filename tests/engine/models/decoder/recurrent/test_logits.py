@@ -24,14 +24,14 @@ from kernels.recurrent_metadata import RecurrentMetadata
 from tests.engine.models.adapter import packed_steps
 from tests.engine.models.adapter.packed_steps import packed_logits
 from tests.engine.models.decoder.changed_models import TOLERANCE, Change, largest_difference, load
-from tests.engine.models.decoder.recurrent.conftest import STEPS, Saved, make_sequences
 from tests.engine.models.decoder.recurrent.recurrent_families import RECURRENT_FAMILIES, few
+from tests.engine.models.decoder.saved_models import LONG_STEPS, Saved, make_long_sequences
 
 CPU = torch.device("cpu")
 
 
 def largest_error(decoder: Any, saved: Saved) -> float:
-    return largest_difference(packed_logits(decoder, make_sequences(), steps=STEPS), saved.expected_logits)
+    return largest_difference(packed_logits(decoder, make_long_sequences(), steps=LONG_STEPS), saved.expected_logits)
 
 
 @pytest.mark.parametrize("implementation", [CpuDecoder, Decoder])
@@ -56,11 +56,11 @@ def mean_error(computed: list[torch.Tensor], saved: Saved) -> float:
 @pytest.mark.parametrize("name", few("lfm2-moe", "qwen3-next", "falcon-h1-norm", "nemotron-3-super", "mamba2"))
 def test_bfloat16_is_as_exact_as_that_of_transformers(saved: Callable[[str], Saved], name: str) -> None:
     computed = packed_logits(
-        load(saved(name).path, dtype=torch.bfloat16), make_sequences(), torch.bfloat16, steps=STEPS
+        load(saved(name).path, dtype=torch.bfloat16), make_long_sequences(), torch.bfloat16, steps=LONG_STEPS
     )
     half = copy.deepcopy(saved(name).model).to(torch.bfloat16)
     with torch.inference_mode():
-        theirs = [half(tokens[None], use_cache=False).logits[0].float() for tokens in make_sequences()]
+        theirs = [half(tokens[None], use_cache=False).logits[0].float() for tokens in make_long_sequences()]
     assert mean_error(computed, saved(name)) < 1.5 * mean_error(theirs, saved(name))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kernels.cpu.library import library
-from tests.engine.models.decoder.recurrent.conftest import Saved
+from tests.engine.models.decoder.saved_models import Saved
 from tests.engine.models.decoder.test_same_bytes import NUM_PROMPTS, SETTINGS, LogitsRecorder, check
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compiler")

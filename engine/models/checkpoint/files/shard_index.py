@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from engine.errors import ModelLoadError, listed, shown
-from engine.models.checkpoint.safetensors_header import StoredTensor
+from engine.models.checkpoint.files.safetensors_header import StoredTensor
 
 __all__ = ["join_shards", "listed_files", "read_index"]
 

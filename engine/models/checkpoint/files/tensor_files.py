@@ -18,8 +18,8 @@ from types import TracebackType
 
 import torch
 
-from engine.models.checkpoint.read_ahead import NUM_THREADS
-from engine.models.checkpoint.safetensors_header import StoredTensor, read_header
+from engine.models.checkpoint.files.read_ahead import NUM_THREADS
+from engine.models.checkpoint.files.safetensors_header import StoredTensor, read_header
 
 __all__ = ["TensorFiles"]
 

@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 
 from engine.errors import ModelLoadError
-from engine.models.checkpoint.shard_index import listed_files
+from engine.models.checkpoint.files.shard_index import listed_files
 from engine.models.config.files.other_forms import what_to_give
 
 __all__ = ["INDEX", "SINGLE", "chosen_index"]

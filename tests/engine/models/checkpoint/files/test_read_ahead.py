@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from engine.models.checkpoint import read_ahead as module
-from engine.models.checkpoint.read_ahead import read_ahead
+from engine.models.checkpoint.files import read_ahead as module
+from engine.models.checkpoint.files.read_ahead import read_ahead
 from tests.waiting import HANG_S
 
 
