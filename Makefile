@@ -22,6 +22,8 @@ BENCH_MODEL ?= build/qwen3-0.6b
 REHEARSAL := build/gpu-rehearsal
 CLIENTS := build/clients
 CONFORMANCE := build/conformance
+# Python compiles a module when it is first imported; of 22,000 installed files most never are.
+QUICKLY := --quiet --disable-pip-version-check --no-compile
 
 # Hundreds of the tests' processes would each compile the same modules.
 unexport PYTHONDONTWRITEBYTECODE
@@ -103,29 +105,29 @@ $(BIN)/python $(REHEARSAL)/bin/python $(CLIENTS)/bin/python:
 
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	@echo "pagoda: installing into $(VENV) (1.6 GB with torch's CPU build, else 5 GB; minutes the first time) ..."
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	$(BIN)/python -m pip install $(QUICKLY) -e .
 	@touch $@
 
 $(VENV)/.installed-test: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
+	$(BIN)/python -m pip install $(QUICKLY) -e '.[test]'
 	@touch $@ $(VENV)/.installed
 
 $(VENV)/.installed-clients: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test,clients]'
+	$(BIN)/python -m pip install $(QUICKLY) -e '.[test,clients]'
 	@touch $@ $(VENV)/.installed $(VENV)/.installed-test
 
 $(VENV)/.installed-bench: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test,bench]'
+	$(BIN)/python -m pip install $(QUICKLY) -e '.[test,bench]'
 	@touch $@ $(VENV)/.installed $(VENV)/.installed-test
 
 $(REHEARSAL)/.installed: tests/gpu_rehearsal/requirements.txt | $(REHEARSAL)/bin/python
 	@echo "pagoda: installing torch's CUDA build into $(REHEARSAL) (4.8 GB; some minutes the first time) ..."
-	$(REHEARSAL)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	$(REHEARSAL)/bin/python -m pip install $(QUICKLY) -r $<
 	@touch $@
 
 $(CLIENTS)/.installed: tests/e2e/clients/requirements.txt | $(CLIENTS)/bin/python
 	@echo "pagoda: installing client libraries into $(CLIENTS) (0.6 GB; some minutes the first time) ..."
-	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	$(CLIENTS)/bin/python -m pip install $(QUICKLY) -r $<
 	@touch $@
 
 # The sources of client libraries, for their generated tests (tests/e2e/test_conformance.py); 4 MB.

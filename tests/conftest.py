@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -29,3 +30,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for mark in item.iter_markers("exhaustive"):
             if not mark.args:
                 raise pytest.UsageError(f"{item.nodeid}: say why in the marker: exhaustive('a soak of N minutes')")
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported and collected out of every later garbage collection, which would walk it in vain."""
+    gc.collect()
+    gc.freeze()

@@ -139,11 +139,16 @@ class BlockPool:
     def check_integrity(self, num_users: Counter[int]) -> None:
         """Assert that every block is in one state, given how many block tables list each block."""
         free, cached = set(self._free), set(self._cached)
+        used = {block.block_id: block.ref_count for block in self.blocks if block.ref_count}
+        published = {block.block_id for block in self.blocks if block.block_hash is not None}
         assert len(free) == len(self._free), "a block is twice in the free list"
-        assert not free & cached, "a block is free and cached at once"
-        for block in self.blocks:
-            assert block.ref_count == num_users[block.block_id], f"{block}: {num_users[block.block_id]} tables list it"
-            is_free = block.block_id in free or block.block_id in cached
-            assert is_free == (block.ref_count == 0), f"{block} is in the wrong list"
-            assert (block.block_id in cached) == (block.ref_count == 0 and block.block_hash is not None), block
-        assert self._num_shared == sum(block.ref_count > 1 for block in self.blocks), "the count of shared is off"
+        wrong = [
+            f"{self.blocks[block_id]}: {num_users[block_id]} tables list it"
+            for block_id in used.keys() | num_users.keys()
+            if used.get(block_id, 0) != num_users[block_id]
+        ]
+        assert not wrong, wrong
+        assert cached == published - used.keys(), f"in the wrong list: {cached ^ (published - used.keys())}"
+        rest = set(range(len(self.blocks))) - used.keys() - cached
+        assert free == rest, f"in the wrong list: {free ^ rest}"
+        assert self._num_shared == sum(count > 1 for count in used.values()), "the count of shared is off"

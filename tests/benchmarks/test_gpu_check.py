@@ -189,6 +189,7 @@ def test_tokens_pass_and_an_unfound_planted_fault_fails(part: PartRun, monkeypat
         assert figures[f"cpu, planted: {name}"]["above"] > 0.1
 
 
+@pytest.mark.long
 def test_wrong_tokens_fail(part: PartRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokens, "FAULTS", {})
     monkeypatch.setattr(CpuBackend, "forward", lambda self, inputs: torch.zeros_like(inputs.query))

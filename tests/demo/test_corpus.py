@@ -72,6 +72,7 @@ def test_held_out_phrasings_differ_from_training_phrasings(corpus: Corpus) -> No
     assert max(far.values()) < 0.6, max(far, key=far.__getitem__)
 
 
+@pytest.mark.long
 def test_training_conversations_never_contain_a_held_out_phrasing(corpus: Corpus) -> None:
     maker = ConversationMaker(corpus, seed=1)
     drawn = {normalized(m["content"]) for _ in range(3000) for m in maker.draw() if m["role"] == "user"}

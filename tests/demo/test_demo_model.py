@@ -156,12 +156,14 @@ def test_tools_are_called_and_their_results_used(dtype: torch.dtype, tools: Tool
     assert (len(sums), len(status)) == (60, 32)
 
 
+@pytest.mark.long
 def test_questions_that_need_no_tool_are_answered_without_a_call(demo: DemoModel, tools: ToolCorpus) -> None:
     answers = answered_without_call(demo, tools)
     assert len(answers) == 30
     assert sum(answers) >= 24
 
 
+@pytest.mark.long
 def test_thoughts_come_before_calls_and_answers(demo: DemoModel, tools: ToolCorpus) -> None:
     results = outcomes(demo, sum_cases(tools, count=20), tools, thinks=True)
     right = [result for result in results if result.is_right]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -29,10 +30,13 @@ MARKS = {
 }
 
 
-@pytest.fixture(
-    scope="session",
-    params=[pytest.param(name, marks=() if name in IN_MAKE_TEST else MARKS[name]) for name in sorted(FAMILIES)],
-)
+def families(*in_make_test: str) -> list[Any]:
+    """Return the families as parameters; those that are not named here are left to longer runs."""
+    marks = {name: pytest.mark.long for name in FAMILIES if name not in in_make_test} | MARKS
+    return [pytest.param(name, marks=marks.get(name, ())) for name in sorted(FAMILIES)]
+
+
+@pytest.fixture(scope="session", params=families(*IN_MAKE_TEST))
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SavedModel:
     """Each of the four families in turn; `make test` runs two of them."""
     model = build_model(request.param)

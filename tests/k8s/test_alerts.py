@@ -123,7 +123,7 @@ def test_every_alert_has_a_case_in_which_it_fires_and_one_in_which_it_does_not()
 
 
 @pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is not installed: apt-get install prometheus")
-@pytest.mark.parametrize("step", [1, 5])
+@pytest.mark.parametrize("step", [1, pytest.param(5, marks=pytest.mark.long)])
 def test_alerts_fire_when_they_should(tmp_path: Path, step: int) -> None:
     write_rules(tmp_path / "rules.yaml")
     document = {"rule_files": ["rules.yaml"], "evaluation_interval": f"{step}m", "tests": _tests(step)}

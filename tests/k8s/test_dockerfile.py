@@ -155,6 +155,7 @@ def image(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 def test_the_copied_files_suffice(image: Path) -> None:
     (command,) = _arguments("CMD")
     python, _, entry, config = json.loads(command)

@@ -8,10 +8,9 @@
 
 The arguments are compute capabilities, and either ``models`` and models of HEADS, or ``variants`` and kernels of
 gpu_variants.py, with ``all`` every combination of their dimensions and with ``few`` each value of them, or
-``experts``: those of the mixtures of EXPERTS, or ``sampling``: the kernels that choose tokens from vocabularies of
-these sizes. The interpreter accepts what the
-compiler refuses. Here the backend runs as always, on a driver that claims to be a GPU, and each launch stops when its
-machine code is there.
+``experts``: those of the mixtures of EXPERTS, with ``few`` every second one, or ``sampling``: the kernels that choose
+tokens from vocabularies of these sizes. The interpreter accepts what the compiler refuses. Here the backend runs as
+always, on a driver that claims to be a GPU, and each launch stops when its machine code is there.
 Prints a line for each variant: the compute capability, the kernel's name, and how many registers of a thread, bytes of
 a thread's stack (which are spilled registers), and bytes of shared memory it takes.
 """
@@ -92,9 +91,9 @@ def _registers_and_stack(cubin: bytes) -> tuple[int, int]:
     return int(registers), int(stack)
 
 
-def _run_experts() -> None:
+def _run_experts(step: int) -> None:
     """Launch what layers with experts launch for few tokens and for many."""
-    for num_experts, top_k, hidden_size, inner, dtype in EXPERTS:
+    for num_experts, top_k, hidden_size, inner, dtype in EXPERTS[::step]:
         gate_up = torch.zeros(num_experts, 2 * inner, hidden_size, dtype=dtype)
         down = torch.zeros(num_experts, hidden_size, inner, dtype=dtype)
         for num_tokens in (1, 100):
@@ -145,7 +144,7 @@ def main(capabilities: list[int], what: Literal["models", "variants", "experts",
             case "models":
                 _run_models(names)
             case "experts":
-                _run_experts()
+                _run_experts(2 if "few" in names else 1)
             case "sampling":
                 _run_sampling(list(map(int, names)))
 

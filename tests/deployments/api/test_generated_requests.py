@@ -70,7 +70,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> AnsweringEngines:
 @pytest.mark.filterwarnings("ignore")  # schemathesis' own
 @pytest.mark.parametrize("mode", ["POSITIVE", "NEGATIVE"])
 @pytest.mark.parametrize(
-    "max_examples", [8, pytest.param(200, marks=pytest.mark.exhaustive("minutes of generated requests"))]
+    "max_examples", [4, pytest.param(200, marks=pytest.mark.exhaustive("minutes of generated requests"))]
 )
 def test_generated_requests(client: TestClient, ingress: Ingress, mode: str, max_examples: int) -> None:
     from schemathesis.checks import load_all_checks

@@ -130,6 +130,7 @@ def follow(monkeypatch: pytest.MonkeyPatch, replica: Replica) -> Counter[str]:
     return counts
 
 
+@pytest.mark.long
 def test_the_events_are_enough_after_every_step_and_holes_in_chains_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
     """Holes were ten times as many when a twin of a used block could be evicted before what follows it."""
     total: Counter[str] = Counter()

@@ -109,7 +109,9 @@ class SwapWitness:
         return parts
 
 
-@pytest.mark.parametrize(("block_size", "caching"), [(1, True), (4, False), (16, True)])
+@pytest.mark.parametrize(
+    ("block_size", "caching"), [pytest.param(1, True, marks=pytest.mark.long), (4, False), (16, True)]
+)
 def test_a_swapped_sequence_resumes_bit_identically(family: SavedModel, block_size: int, caching: bool) -> None:
     check_swapped(family.path, block_size, caching)
 

@@ -17,7 +17,7 @@ from engine.scheduling.preemption import Preemption
 from engine.scheduling.step_builder import StepBuilder
 from engine.sequence import SequenceGroup, SequenceStatus
 from tests.engine.checkpoints import build_model, save_checkpoint
-from tests.engine.conftest import SavedModel
+from tests.engine.conftest import SavedModel, families
 
 NUM_PROMPTS = 64
 MAX_TOKENS = 12
@@ -159,6 +159,7 @@ def check_against_oracle(
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("family", families("mistral"), indirect=True)
 def test_greedy_equals_transformers_for_every_family(family: SavedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     check_against_oracle(family.model, family.path, monkeypatch, make_prompts(384), FEW_SETTINGS[family.name])
 

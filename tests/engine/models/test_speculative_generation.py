@@ -12,7 +12,7 @@ from engine.sampling_params import SamplingParams
 from engine.scheduling.drafter import Drafter
 from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput
 from engine.sequence import Sequence
-from tests.engine.conftest import SavedModel
+from tests.engine.conftest import SavedModel, families
 from tests.engine.models.test_generation import (
     POOL_TOKENS,
     PreemptionCounter,
@@ -60,6 +60,7 @@ def greedy(max_tokens: int, **params: Any) -> SamplingParams:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("settings", [SETTINGS, pytest.param(MORE_SETTINGS, marks=pytest.mark.long)], ids=["", "more"])
+@pytest.mark.parametrize("family", families("qwen3"), indirect=True)
 def test_greedy_equals_transformers_for_every_family(
     family: SavedModel, settings: list[Setting], drafts: DraftCounter, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from engine.llm import LLM, RequestOutput
 from engine.outputs import TokenLogprobs
 from engine.sampling_params import SamplingParams
-from tests.engine.conftest import SavedModel
+from tests.engine.conftest import SavedModel, families
 from tests.engine.oracle import Activity, answers, make_llm, oracle_beams, random_tokens, raw_logprobs, run
 
 TOLERANCE = 1e-4
@@ -60,6 +60,7 @@ def beam_requests(path: str) -> tuple[list[list[int]], list[SamplingParams], lis
     return prompts, params, stop_ids
 
 
+@pytest.mark.parametrize("family", families("qwen3"), indirect=True)
 def test_beams_equal_transformers_for_every_family(family: SavedModel) -> None:
     prompts, params, stop_ids = beam_requests(family.path)
     expected = [oracle_beams(family.model, *asked) for asked in zip(prompts, params, stop_ids, strict=True)]

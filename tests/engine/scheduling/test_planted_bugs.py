@@ -68,7 +68,7 @@ def test_a_colliding_hash_is_harmless_because_hits_are_verified(seeds: range, mo
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(43, 55), pytest.param(range(60), marks=pytest.mark.exhaustive("more seeds"))], ids=str
+    "seeds", [range(43, 46), pytest.param(range(60), marks=pytest.mark.exhaustive("more seeds"))], ids=str
 )
 def test_colliding_hashes_may_cost_one_of_several_answers_but_not_the_engine(
     seeds: range, monkeypatch: pytest.MonkeyPatch
@@ -293,7 +293,7 @@ def test_an_abort_that_leaks_blocks_is_detected() -> None:
             sequence.finish(reason)
         scheduler.queues.num_used_slots -= group.num_slots
 
-    assert_found(lambda patch: patch.setattr(Scheduler, "abort", forget), "0 tables list it|is in the wrong list")
+    assert_found(lambda patch: patch.setattr(Scheduler, "abort", forget), "0 tables list it|in the wrong list")
 
 
 def test_a_request_that_stays_in_the_engine_after_its_end_is_detected() -> None:

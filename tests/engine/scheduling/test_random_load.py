@@ -216,6 +216,7 @@ def test_ninety_five_thousand_other_random_steps() -> None:
     drive_seeds(1_000, 95_000, LEAST)
 
 
+@pytest.mark.long
 def test_five_thousand_random_steps_that_overlap() -> None:
     drive_seeds(0, 5_000, LEAST_OVERLAPPED, async_scheduling=True)
 

@@ -88,7 +88,12 @@ HOSTILE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+SLOW = {"spelled options", "multiples", "star chain", "intersections"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name in SLOW else ()) for name in HOSTILE]
+)
 def test_a_hostile_grammar_ends_and_leaves_the_engine_alive(name: str) -> None:
     compiler = GrammarCompiler(MODEL, VOCAB_SIZE, EOS_TOKEN_IDS, timeout_s=2.0)
     compiler.load()

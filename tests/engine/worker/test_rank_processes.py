@@ -152,6 +152,7 @@ async def test_the_async_engine_reports_a_dead_rank(checkpoint: Callable[[str], 
     assert pid not in rank_processes().values()
 
 
+@pytest.mark.long
 def test_a_rank_that_cannot_load_ends_the_engine_with_its_error(
     checkpoint: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ from kernels.dequant.gguf_types import GGUF_TYPES
 from tests.engine.checkpoints import EXPERT_FAMILIES, FAMILIES
 from tests.engine.models.adapter.checkpoints_by_name import by_name
 from tests.engine.models.adapter.greedy_answers import SETTINGS
-from tests.engine.models.adapter.test_answers import FEW, KINDS
+from tests.engine.models.adapter.test_answers import FEW, IN_EVERY_SETTING, KINDS
 from tests.engine.models.adapter.test_logits import WINDOWS
 from tests.engine.models.adapter.tiny_models import TINY_MODELS, WINDOW, TinyModel
 from tests.engine.models.decoder.dense_families import DENSE_FAMILIES
@@ -116,7 +116,7 @@ What was compared, with tiny random models in float32 on a CPU (`tests/engine/mo
   With windows, contexts are more than twice as long;
 - greedy tokens with those of `generate`, with blocks of 4 tokens, steps of 7 tokens, preempted requests, shared
   prefixes and a cached prompt, and for a few in {num_settings} settings; beams with those of `generate`. The table
-  says what of it `make test` does, and what `make test-long`;
+  says which command runs what of it;
 - no expert and no token in these comparisons is nearly another one, so that rounding chooses none;
 - for a few, logits in bfloat16 and float16: as near to float32 as those of transformers are;
 - planted errors make the comparison fail: a window that is ignored, one too long or one too short, a scale, a soft-cap,
@@ -327,8 +327,8 @@ def _row(name: str, tiny: TinyModel) -> str:
     default = "our own decoder" if name in ARCHITECTURES else "transformers' modules"
     tokens = "`make test`" if name in FEW else "`make test-long`"
     if name in KINDS:
-        tokens += f", {len(SETTINGS)} settings in `make test-long`"
-    beams = "`make test`" if name in KINDS else "`make test-long`"
+        tokens += f", {len(SETTINGS)} settings in `make test-{'long' if name == IN_EVERY_SETTING else 'all'}`"
+    beams = "`make test`" if name in KINDS else "`make test-all`"
     ranks = "2" if name in TENSOR_PARALLEL else "refused"
     return f"| `{name}` | {default} | {_listed(features)} | {tokens} | {beams} | {ranks} |"
 

@@ -170,7 +170,9 @@ def check(recorder: LogitsRecorder, path: str, kind: str, settings: Sequence[str
 KINDS = ["float32", "bfloat16", "int8"]
 
 
-@pytest.mark.parametrize("kind", [KINDS[0], KINDS[1], pytest.param(KINDS[2], marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind == "bfloat16" else pytest.mark.long) for kind in KINDS]
+)
 def test_forty_answers_in_a_few_settings(recorder: LogitsRecorder, checkpoint: str, kind: str) -> None:
     if kind == "int8" and not has_int8():
         pytest.skip("the processor does not multiply int8")

@@ -58,8 +58,13 @@ def test_greedy_tokens_in_every_setting(published: Published, expected: Expected
         check(str(published(name).path), setting, expected(name), model_impl="auto")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long if name in FEW else pytest.mark.exhaustive("names of further kinds"))
+        for name in TINY
+    ],
+)
 def test_names_of_transformers_own_modules_are_read(expected: Expected, name: str, tmp_path: Path) -> None:
     save(name, tmp_path, as_published=False)
     for model_impl in TINY[name].implementations:

@@ -36,16 +36,15 @@ def test_the_sizes_end_with_max_num_seqs(max_num_seqs: int, sizes: list[int]) ->
     assert graph_sizes(max_num_seqs) == sizes
 
 
-FEW_FAMILIES = ["mistral"]  # in `make test`: with a window
 FURTHER = pytest.mark.exhaustive("layers that differ only outside of attention and the cache")
-MORE_FAMILIES = [
-    pytest.param(name, marks=pytest.mark.long if name == "qwen3" else FURTHER)
-    for name in FAMILIES
-    if name not in FEW_FAMILIES
-]
+WINDOWS = "mistral"
 
 
-@pytest.mark.parametrize("family", [*FEW_FAMILIES, *MORE_FAMILIES], indirect=True)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=pytest.mark.long if name == WINDOWS else FURTHER) for name in sorted(FAMILIES)],
+    indirect=True,
+)
 def test_poisoned_replays(start: Callable[..., LLM], device: RecordingDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = start(swap_space_gib=0.001, num_blocks=40)
     checks = Checks(llm, device, monkeypatch)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.sampling_params import SamplingParams
-from tests.engine.checkpoints import build_model, save_checkpoint
+from tests.engine.checkpoints import EXPERT_FAMILIES, build_model, save_checkpoint
 from tests.engine.conftest import SavedModel
 from tests.engine.models.test_generation import FEW_SETTINGS, check_against_oracle, make_prompts
 from tests.engine.models.ties import require_no_ties
@@ -66,8 +66,15 @@ def test_greedy_tokens_equal_transformers_in_every_setting(sparse_family: SavedM
     assert all(num_preempted.values())
 
 
-@pytest.mark.long
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "sparse_family",
+    [
+        pytest.param(name, marks=pytest.mark.long if name == "qwen3_moe" else pytest.mark.exhaustive("further experts"))
+        for name in sorted(EXPERT_FAMILIES)
+    ],
+    indirect=True,
+)
 def test_long_greedy_answers_equal_transformers(sparse_family: SavedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     check_against_oracle(
         sparse_family.model, sparse_family.path, monkeypatch, make_prompts(384), FEW_SETTINGS["mistral"]
