@@ -37,7 +37,7 @@ PUBLISHED: dict[str, Any] = {  # sizes of DeepSeek, in one layer
     "index_head_dim": 128,
     "index_topk": 64,
 }
-A_LAYER = {"youtu": 13, "glm-5": 53}  # launches of a layer, its feed-forward included
+A_LAYER = {"youtu": 13, "glm-5": 42}  # launches of a layer, its feed-forward included
 
 
 def _save(name: str, path: Path, **changes: Any) -> str:
@@ -109,7 +109,7 @@ COMPLETED = "kernels.layer_ops.triton.ops:TritonOps.rotate_and_store_latents", "
 STRIDES = "kernels.attention.triton.backend:_cache_strides", "slot_stride, head_stride ="
 ATTENDED = "kernels.attention.triton.backend:TritonBackend.forward", "output = inputs.query.new_empty("
 SCORED = "kernels.attention.triton.indexer:_scores", "tile = _TILE"
-CHOSEN = "kernels.attention.triton.indexer:topk_slots_triton", "positions, sequences = _places("
+CHOSEN = "kernels.attention.triton.indexer:topk_slots_triton", "positions, sequences = _PLACES.get("
 READ = "kernels.attention.triton.sparse:sparse_attention_triton", "query, slots ="
 WAITS = "waits for the GPU|not permitted when stream is capturing"
 

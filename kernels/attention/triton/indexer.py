@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from kernels.attention.indexer_inputs import IndexerInputs
+from kernels.attention.step_cache import StepCache
 from kernels.attention_metadata import AttentionMetadata
 
 __all__ = ["choose_kernel", "index_scores_kernel", "topk_slots_triton"]
@@ -25,6 +26,7 @@ _PROGRAMS = 2048  # that score, if there are as many tiles: enough to fill a GPU
 _CHOSEN_AT_ONCE = 2048  # scores that a program reads at once
 _DIGITS = tl.constexpr(256)  # of scores as numbers of four digits
 _MIN_KEY = tl.constexpr(-(2**31))
+_PLACES: StepCache[int, tuple[torch.Tensor, torch.Tensor]] = StepCache()  # of the tokens of a step, for all its layers
 
 # What changes from step to step is not specialised on: a step must not wait for a compilation.
 _METADATA = ["positions", "sequences", "block_tables"]
@@ -151,7 +153,7 @@ def topk_slots_triton(inputs: IndexerInputs) -> torch.Tensor:
     slots = torch.empty(num_tokens, min(inputs.top_k, num_keys), dtype=torch.int32, device=inputs.query.device)
     if slots.numel() == 0:
         return slots
-    positions, sequences = _places(metadata, num_tokens)
+    positions, sequences = _PLACES.get(metadata, num_tokens, lambda: _places(metadata, num_tokens))
     at_once = max(1, _SCORES_AT_ONCE // num_keys)
     for start in range(0, num_tokens, at_once):
         rows = slice(start, start + at_once)
