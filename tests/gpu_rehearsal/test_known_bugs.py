@@ -22,6 +22,7 @@ from engine.worker.step_timer import StepTimer
 from tests.gpu_rehearsal.code_lines import ROOT
 from tests.gpu_rehearsal.machine import RehearsalError
 from tests.gpu_rehearsal.rehearsal import Rehearsal
+from tests.waiting import HANG_S
 
 # --- the device of an engine with one GPU had no index, which torch.cuda.set_device refuses -------------------------
 
@@ -50,7 +51,7 @@ def pip_resolves(requirements: list[str]) -> subprocess.CompletedProcess[str]:
         [*command, "--only-binary=:all:", "--disable-pip-version-check", *requirements],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=8 * HANG_S,
         check=False,
     )
 
