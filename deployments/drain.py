@@ -83,7 +83,9 @@ def _announce(node: str, address: str, seconds: int) -> bool:
     }
     command = ["ray", "drain-node", *(part for option in options.items() for part in option)]
     try:
-        result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=ANNOUNCE_TIMEOUT_S)
+        result = subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", check=False, timeout=ANNOUNCE_TIMEOUT_S
+        )
     except subprocess.TimeoutExpired:
         problem = f"no answer within {ANNOUNCE_TIMEOUT_S:g} s"
     else:

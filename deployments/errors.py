@@ -5,6 +5,7 @@ It knows the OpenAI error body and HTTP status codes. It does not know routes.
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 from typing import Any
@@ -42,7 +43,8 @@ _TYPES = {
     499: "client_closed_request",
     503: "overloaded_error",
 }
-_PATH = re.compile(r"(?<![\w.:/])/(?!v1/)(?:[\w.@+-]+/)+[\w.@+-]*")  # of a file; remedies name the API's own paths
+# Of a file. Remedies name the API's own paths, and "#/definitions/x" is a pointer into a client's schema.
+_PATH = re.compile(r"(?<![\w.:/#])/(?!v1/)(?:[\w.@+-]+/)+[\w.@+-]*")
 
 
 class ApiError(PagodaError):
@@ -133,6 +135,14 @@ def is_replica_loss(error: Exception) -> bool:
     return isinstance(error, _LOSSES) or type(error).__name__ == "AioRpcError"
 
 
+def _without_paths(error: RequestError) -> RequestError:
+    """Return an error that names no file of this machine; the value in it is the client's own."""
+    hidden = copy.copy(error)
+    hidden.problem = _PATH.sub("<path>", error.problem)
+    hidden.remedy = None if error.remedy is None else _PATH.sub("<path>", error.remedy)
+    return hidden
+
+
 def as_api_error(error: Exception) -> ApiError:
     """Return the answer for any exception. The text of an unexpected one is logged, not sent."""
     error = unwrap(error)
@@ -141,7 +151,7 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, OverloadedError):
         return ApiError(503, str(error), param=error.param, code="overloaded", retry_after_s=_RETRY_OVERLOADED_S)
     if isinstance(error, RequestError):
-        return ApiError(400, _PATH.sub("<path>", str(error)), param=error.param)
+        return ApiError(400, str(_without_paths(error)), param=error.param)
     if isinstance(error, RequestTimeoutError):
         return ApiError(408, str(error), code="timeout")
     if isinstance(error, ClientDisconnect):

@@ -7,6 +7,7 @@ why it failed, and ends every process on a stop signal. `serve run` and `serve d
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
 import threading
@@ -29,6 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="pagoda", description="Run Pagoda on this machine.")
     parser.add_argument("config", nargs="?", default="serve_config.yaml", type=Path)
     config: Path = parser.parse_args(arguments).config
+    _print_any_character()
     try:
         provide_home()
         endpoint = check_config(config)
@@ -40,6 +42,12 @@ def main(arguments: list[str] | None = None) -> int:
     stop_at_once = install_stop_handlers()
     adopt_orphans()
     return _serve(config, endpoint, stop_at_once)
+
+
+def _print_any_character() -> None:
+    """Escape characters that the locale's encoding lacks, as on stderr: names of models and log lines may have any."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _serve(config: Path, endpoint: Endpoint, stop_at_once: threading.Event) -> int:

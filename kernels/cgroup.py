@@ -18,10 +18,11 @@ ROOT = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")  # lines such as `0::/user.slice` (version 2) or `4:cpu,cpuacct:/docker/1f`
 NO_LIMIT = 2**63
 
-# The files of the limit and of the use, and the entry of memory.stat that counts inactive page cache with descendants.
+# The files of the limits and of the use, and the entry of memory.stat that counts inactive page cache with descendants.
 _MEMORY_FILES = (
-    ("memory.max", "memory.current", "inactive_file"),  # version 2
-    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # version 1
+    # Version 2. Processes that use more than memory.high are slowed down until they hardly run.
+    (("memory.max", "memory.high"), "memory.current", "inactive_file"),
+    (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),  # version 1
 )
 
 
@@ -84,15 +85,16 @@ def _cpu_quota(group: Path) -> float:
 
 
 def _memory_left(group: Path) -> int:
-    """Return what the limit of a group leaves, in bytes; ``NO_LIMIT`` without a limit."""
-    for limit_file, used_file, cache in _MEMORY_FILES:
+    """Return what the limits of a group leave, in bytes; ``NO_LIMIT`` without a limit."""
+    for limit_files, used_file, cache in _MEMORY_FILES:
         try:
             statistics = dict(line.split() for line in _read(group / "memory.stat").splitlines())
-            limit, used = int(_read(group / limit_file)), int(_read(group / used_file))
+            texts = [_read(group / name) for name in limit_files]
+            limit, used = min(int(text) for text in texts if text.isdecimal()), int(_read(group / used_file))
             # Version 1 has here what ancestors allow, which a container cannot see otherwise.
             limit = min(limit, int(statistics.get("hierarchical_memory_limit", limit)))
             return max(0, limit - used + int(statistics.get(cache, 0)))
-        except ValueError:  # "max", or no such file
+        except ValueError:  # only "max", or no such file
             continue
     return NO_LIMIT
 

@@ -180,7 +180,7 @@ def _serve_run(config: Path, variables: dict[str, str]) -> subprocess.Popen[str]
             env=variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
+            encoding="utf-8",  # as its environment says, whatever this process's locale is
             errors="replace",
             start_new_session=True,  # the terminal's Ctrl-C reaches this process only, which passes it on
         )

@@ -143,7 +143,9 @@ def _compile(compiler: list[str], sources: list[Path], library: Path) -> None:
 
 def _run(compiler: str, *arguments: str | Path) -> None:
     try:
-        outcome = subprocess.run([compiler, *map(str, arguments)], capture_output=True, text=True, check=False)
+        outcome = subprocess.run(
+            [compiler, *map(str, arguments)], capture_output=True, encoding="utf-8", errors="replace", check=False
+        )
     except OSError as error:
         raise BuildError(f"{compiler} cannot be run ({error.strerror})") from error
     if outcome.returncode:

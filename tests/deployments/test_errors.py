@@ -34,7 +34,16 @@ def test_errors_become_answers() -> None:
         ("send it to /v1/chat/completions, not /v1/messages/count_tokens", None),
         ("no tokenizer in /home/me/models/a-b: add it", "no tokenizer in <path>: add it"),
         ("'/opt/v1/model' is not a directory", "'<path>' is not a directory"),
+        ("the schema has no '#/definitions/address/street'", None),
     ],
 )
 def test_paths_of_files_are_hidden_and_paths_of_the_api_are_not(message: str, sent: str | None) -> None:
     assert as_api_error(RequestError(message)).message == (sent or message)
+
+
+def test_a_value_of_the_client_is_shown_as_it_is() -> None:
+    error = RequestError(
+        "cannot be read by /opt/pagoda/engine", param="stop", value="/the/end/", remedy="ask /etc/pagoda/x"
+    )
+    assert as_api_error(error).message == "stop='/the/end/' cannot be read by <path>; ask <path>"
+    assert str(error).endswith("/etc/pagoda/x")

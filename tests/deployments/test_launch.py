@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,3 +76,28 @@ def test_a_server_that_does_not_start_ends_the_launcher(
     assert launch._serve(tmp_path / "config.yaml", endpoint, threading.Event()) == 1
     assert capfd.readouterr().err == f"{line}\n"
     assert servers[0]._process.wait(HANG_S) == end
+
+
+def test_what_the_terminals_encoding_lacks_is_escaped(
+    servers: list[Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error would end the thread that reads the output of `serve run`, which would then wait for ever."""
+    serve = tmp_path / "serve"
+    serve.write_text("#!/bin/sh\necho 'Größe 模'\necho last\nexec sleep 1000\n", encoding="utf-8")
+    serve.chmod(0o755)
+    monkeypatch.setattr(server_module.shutil, "which", lambda *_, **__: str(serve))
+    monkeypatch.setattr(server_module, "FAILURE_POLL_S", 0.0)
+    monkeypatch.setattr(server_module, "serve_details", lambda _: FAILED if b"last\n" in printed.getvalue() else {})
+    endpoint = Endpoint("127.0.0.1", free_port(), "/", "模型")
+    for name, result in (
+        ("check_config", endpoint),
+        ("provide_home", None),
+        ("install_stop_handlers", threading.Event()),
+        ("adopt_orphans", None),
+    ):
+        monkeypatch.setattr(launch, name, lambda *_, result=result: result)
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, "ascii", write_through=True))
+    assert launch.main(["config.yaml"]) == 1
+    assert b"starting \\u6a21\\u578b on " in printed.getvalue()
+    assert b"Gr\\xf6\\xdfe \\u6a21\n" in printed.getvalue()

@@ -110,6 +110,15 @@ def test_a_memory_limit_of_version_2(tmp_path: Path, limit: int | str, expected:
     assert _memory(tmp_path, V2.format("/a")) == expected
 
 
+@pytest.mark.parametrize(("high", "expected"), [("max", 450), (900, 350), (2000, 450)])
+def test_what_slows_a_group_of_version_2_down_is_a_limit_too(tmp_path: Path, high: int | str, expected: int) -> None:
+    _limit_v2(tmp_path / "fs" / "a", 1000, 700, "anon 500\ninactive_file 150")
+    _write(tmp_path / "fs" / "a", memory__high=str(high))
+    assert _memory(tmp_path, V2.format("/a")) == expected
+    _write(tmp_path / "fs" / "a", memory__max="max")
+    assert _memory(tmp_path, V2.format("/a")) == (NO_LIMIT if high == "max" else int(high) - 550)
+
+
 @pytest.mark.parametrize(("limit", "expected"), [(1000, 450), (600, 50), (100, 0)])
 def test_a_memory_limit_of_version_1(tmp_path: Path, limit: int, expected: int) -> None:
     _limit_v1(tmp_path / "fs" / "memory", UNLIMITED, 10**9)

@@ -45,8 +45,8 @@ class ChunkWriter:
         self._generations = generations
         self._num_generated = body.num_generated
         options = body.stream_options
-        self._includes_usage = options is not None and options.include_usage
-        self._continuous_usage = options is not None and options.include_usage and options.continuous_usage_stats
+        self._includes_usage = options is not None and bool(options.include_usage)
+        self._continuous_usage = self._includes_usage and options is not None and bool(options.continuous_usage_stats)
         self._has_logprobs = body.num_logprobs is not None
         self._has_token_ids = bool(body.return_token_ids)
         self._templates: dict[int, str | None] = {}  # of the choices that have had a chunk

@@ -44,8 +44,8 @@ NOT_OFFERED: dict[str, tuple[Any, ...]] = {
 class StreamOptions(JsonBody):
     """What a stream contains in addition to its text."""
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class GenerationRequest(JsonBody):

@@ -157,8 +157,8 @@ class _DeltaEnding(_Part):
     index: int
     finish_reason: FinishReason | None
     stop_reason: int | str | None
-    token_ids: list[int] = absent()
-    prompt_token_ids: list[int] = absent()
+    token_ids: list[int] | None = absent()
+    prompt_token_ids: list[int] | None = absent()
 
 
 class ChatChoice(_Ending):
@@ -221,7 +221,7 @@ class ChatChunk(_Response):
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
     usage: ChatUsage | None = absent()
-    prompt_token_ids: list[int] = absent()
+    prompt_token_ids: list[int] | None = absent()
 
 
 class CompletionResponse(_Response):

@@ -48,10 +48,8 @@ class ResponseWriter(ABC):
         choice["logprobs"] = self.logprobs(delta, generation, first=first)
         choice["finish_reason"] = delta.finish_reason
         choice["stop_reason"] = delta.stop_reason
-        if self._request.return_token_ids:
-            choice["token_ids"] = delta.token_ids
-            if first:
-                choice["prompt_token_ids"] = generation.prompt.token_ids
+        ids = {"token_ids": delta.token_ids}
+        choice |= self._if_wanted(ids | ({"prompt_token_ids": generation.prompt.token_ids} if first else {}))
         return self._shared(self.chunk) | {"choices": [choice]}
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
@@ -77,14 +75,13 @@ class ResponseWriter(ABC):
         choice["logprobs"] = self.logprobs(whole, generation, first=True)
         choice["finish_reason"] = answer.finish_reason
         choice["stop_reason"] = answer.stop_reason
-        if self._request.return_token_ids:
-            choice["token_ids"] = generation.token_ids
-            choice["prompt_token_ids"] = generation.prompt.token_ids
-        elif (
-            self._request.return_token_ids is False
-        ):  # as of vLLM: null if it was declined, and absent if not asked for
-            choice |= {"token_ids": None, "prompt_token_ids": None}
+        choice |= self._if_wanted({"token_ids": generation.token_ids, "prompt_token_ids": generation.prompt.token_ids})
         return choice
+
+    def _if_wanted(self, ids: dict[str, list[int]]) -> dict[str, Any]:
+        """Return fields with token ids as vLLM does: null if they are declined, and none if they are not asked for."""
+        wants_ids = self._request.return_token_ids
+        return {} if wants_ids is None else {**(ids if wants_ids else dict.fromkeys(ids))}
 
     def _prompt_logprobs(self, generation: Generation) -> dict[str, Any]:
         """Return vLLM's extra field, null unless it was requested."""
@@ -139,8 +136,8 @@ class ChatWriter(ResponseWriter):
     def delta_chunk(self, delta: Delta, generation: Generation, *, first: bool) -> dict[str, Any]:
         """As the base class; the first chunk has the prompt's ids where a whole response has them, too."""
         chunk = super().delta_chunk(delta, generation, first=first)
-        if first and self._request.return_token_ids:
-            chunk["prompt_token_ids"] = generation.prompt.token_ids
+        if first:
+            chunk |= self._if_wanted({"prompt_token_ids": generation.prompt.token_ids})
         return chunk
 
     def logprobs(self, delta: Delta, generation: Generation, *, first: bool) -> Any:
@@ -150,10 +147,7 @@ class ChatWriter(ResponseWriter):
         return chat_logprobs(self._tokenizer, delta.token_ids, delta.logprobs or (), top, as_ids=as_ids)
 
     def _response_extras(self, generation: Generation) -> dict[str, Any]:
-        extras, wants_ids = self._prompt_logprobs(generation), self._request.return_token_ids
-        if wants_ids is not None:
-            extras["prompt_token_ids"] = generation.prompt.token_ids if wants_ids else None
-        return extras
+        return self._prompt_logprobs(generation) | self._if_wanted({"prompt_token_ids": generation.prompt.token_ids})
 
 
 class CompletionWriter(ResponseWriter):

@@ -128,5 +128,5 @@ def test_half_of_the_snapshots_slots_are_lent_to_sequences(slots: int, each: int
 
 
 def test_every_rank_has_the_pages_that_all_have() -> None:
-    assert smallest([PoolSizes(3, 1, (5, 2), 4, 1), PoolSizes(2, 1, (6, 1), 5, 1)]) == PoolSizes(2, 1, (5, 1), 4, 1)
+    assert smallest([PoolSizes(3, 1, (5, 2), 4, 2), PoolSizes(2, 6, (6, 1), 5, 1)]) == PoolSizes(2, 1, (5, 1), 4, 1)
     assert smallest([PoolSizes(3)]) == PoolSizes(3)

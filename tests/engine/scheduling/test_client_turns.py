@@ -86,6 +86,14 @@ def test_requests_that_ended_while_they_waited_leave_no_turns_behind() -> None:
     assert not engine.scheduler.queues._turns._clients
 
 
+def test_a_request_that_ends_while_it_waits_brings_no_later_turn() -> None:
+    engine = make_engine(max_num_seqs=1)[0]
+    _add(engine, "a1", "a2", "a3", "a4")
+    engine.abort("a4")
+    _add(engine, "b1", "b2")
+    assert _ended(engine) == ["a1", "b1", "a2", "b2", "a3"]
+
+
 def test_the_priority_comes_first() -> None:
     engine = make_engine(max_num_seqs=1)[0]
     _add(engine, "a1", "a2", priority=1)

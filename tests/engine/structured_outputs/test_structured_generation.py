@@ -6,6 +6,7 @@ import json
 import random
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,29 @@ def test_every_form_in_a_mixed_batch_is_kept_and_no_neighbour_changed(llm: LLM, 
     check_idle(llm)
     for kind in KINDS:
         assert len({answer[0] for answer, other in zip(alone, kinds, strict=True) if other == kind}) > 1
+
+
+class Known:
+    """Proposes the tokens of an answer that is known."""
+
+    def __init__(self, answer: Sequence[int]) -> None:
+        self.answer = answer
+
+    def propose(self, sequence: Any, limit: int) -> list[int]:
+        return list(self.answer[sequence.num_output_tokens :][:limit])
+
+
+def test_drafts_lead_no_answer_out_of_its_form(llm: LLM) -> None:
+    """The model's own choice after a draft may be a token that the grammar excludes."""
+    params = SamplingParams(temperature=0.0, max_tokens=24, structured_outputs=KINDS["regex"])
+    [[expected]] = [output.outputs for output in llm.generate("Write a number.", params, use_tqdm=False)]
+    speculation = {"method": "ngram", "num_speculative_tokens": 4}
+    drafting = make_llm(DEMO_MODEL, skip_tokenizer_init=False, num_blocks=20, speculative_config=speculation)
+    assert drafting.engine.scheduler.drafter is not None
+    drafting.engine.scheduler.drafter.proposer = Known(expected.token_ids)
+    [[answer]] = [output.outputs for output in drafting.generate("Write a number.", params, use_tqdm=False)]
+    assert answer.token_ids == expected.token_ids
+    check_text("regex", answer.text)
 
 
 @pytest.mark.parametrize("swap_space_gib", [0.0, 0.01])

@@ -38,6 +38,9 @@ def _tokens(path: str | Path, config: dict[str, Any]) -> Iterator[tuple[Any, Any
         if token_id.isdecimal():
             yield _text_of(token), int(token_id)
     tokenizer = _read(path, "tokenizer.json")
+    if not tokenizer:  # GPT-2's older files, from which transformers makes it
+        for name in ("added_tokens.json", "vocab.json"):
+            yield from _read(path, name).items()
     for token in tokenizer.get("added_tokens") or ():
         yield _text_of(token), token.get("id")
     vocabulary = (tokenizer.get("model") or {}).get("vocab")

@@ -46,7 +46,10 @@ class Answer:
 @st.composite
 def _bodies(draw: Any) -> GenerationRequest:
     includes, continuous = draw(st.tuples(st.booleans(), st.booleans()))
-    fields: dict[str, Any] = {"n": draw(st.integers(1, 3)), "return_token_ids": draw(st.sampled_from([None, True]))}
+    fields: dict[str, Any] = {
+        "n": draw(st.integers(1, 3)),
+        "return_token_ids": draw(st.sampled_from([None, False, True])),
+    }
     fields |= {"stream": True}
     if draw(st.booleans()):
         fields["stream_options"] = {"include_usage": includes, "continuous_usage_stats": continuous}

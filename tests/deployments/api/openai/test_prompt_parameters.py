@@ -121,6 +121,19 @@ def test_the_ids_of_the_prompt_are_in_chat_answers(client: TestClient, engines: 
     assert completion["choices"][0]["prompt_logprobs"] is None
 
 
+@pytest.mark.parametrize(
+    ("path", "prompt"), [("chat/completions", {"messages": [USER]}), ("completions", {"prompt": "a"})]
+)
+def test_declined_ids_are_null_in_streams_too(client: TestClient, path: str, prompt: dict[str, Any]) -> None:
+    first, *others = events(client.post(f"/v1/{path}", json=prompt | {"return_token_ids": False, "stream": True}).text)
+    holder = first if path == "chat/completions" else first["choices"][0]
+    assert holder["prompt_token_ids"] is None
+    assert [chunk["choices"][0]["token_ids"] for chunk in (first, *others)] == [None] * (1 + len(others))
+    assert others
+    plain = events(client.post(f"/v1/{path}", json=prompt | {"stream": True}).text)
+    assert "token_ids" not in plain[0]["choices"][0]
+
+
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 def test_a_truncated_prompt_keeps_its_end_or_its_start(client: TestClient, engines: FakeEngines, path: str) -> None:
     text = "the cache holds the keys and the values of every token"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from typing import Any
 
 import pytest
@@ -133,6 +134,14 @@ async def test_a_request_that_is_too_large_is_not_counted_as_a_stream(
     for number, stream in enumerate((running, ingress.submit([2], 5)), 1):  # no number of a message is missing
         assert await tokens_of(stream) == replica.answer([number], 5)
     assert not link.num_streams
+
+
+async def test_a_dispatch_that_was_sent_elsewhere_ends_no_stream_of_the_same_number(peers: Peers) -> None:
+    replica, ingress = await peers.pair()
+    gate, running = Gate(replica.runner), ingress.submit([1], 5)
+    ingress.links["r1"].cancel(copy.copy(running))
+    gate.opened.set()
+    assert await tokens_of(running) == replica.answer([1], 5)
 
 
 async def test_a_full_replica_returns_the_request(peers: Peers) -> None:

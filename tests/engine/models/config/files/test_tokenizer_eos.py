@@ -64,6 +64,17 @@ def test_the_files_name_it_in_several_ways(tmp_path: Path) -> None:
         tokenizer_eos_id(tmp_path)
 
 
+@pytest.mark.parametrize(("eos", "expected"), [("<|endoftext|>", 2), ("<|im_end|>", 4), ("<|other|>", None)])
+def test_without_a_tokenizer_json_older_files_have_the_id(tmp_path: Path, eos: str, expected: int | None) -> None:
+    edit(tmp_path / "vocab.json", **{"a": 0, "b": 1, "<|endoftext|>": 2, "ab": 3})
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
+    edit(tmp_path / "added_tokens.json", **{"<|im_end|>": 4})
+    edit(tmp_path / "tokenizer_config.json", tokenizer_class="GPT2Tokenizer", eos_token=eos)
+    assert tokenizer_eos_id(tmp_path) == expected
+    if expected is not None:
+        assert AutoTokenizer.from_pretrained(tmp_path).eos_token_id == expected
+
+
 @pytest.mark.parametrize(
     ("of_config", "vocab_size", "expected"), [(5, 300, (5, 2)), ([2, 5], 300, (2, 5)), ([1, 0], 2, (1, 0))]
 )
