@@ -27,6 +27,7 @@ from engine.text.tokenizer import Tokenizer
 from tests.deployments.conftest import OpenClient
 from tests.deployments.fakes import INFO, FakeEngines, Script, events, output, waiting
 from tests.e2e import strange
+from tests.waiting import HANG_S
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "the cache"}]}
 
@@ -65,6 +66,18 @@ def test_usage_while_streaming(client: TestClient) -> None:
     chunks = events(client.post("/v1/chat/completions", json=body).text)
     assert [event["usage"]["completion_tokens"] for event in chunks] == [1, 3, 3]
     assert chunks[-1]["choices"] == []
+
+
+@pytest.mark.parametrize("usage", [{}, {"include_usage": None}, {"include_usage": False}], ids=str)
+@pytest.mark.parametrize("continuous", [None, True])
+def test_a_stream_has_no_usage_that_is_not_included(
+    client: TestClient, usage: dict[str, Any], continuous: bool | None
+) -> None:
+    options = {"stream": True, "stream_options": usage | {"continuous_usage_stats": continuous}}
+    for path, body in (("chat/completions", CHAT), ("completions", {"prompt": "a"})):
+        chunks = events(client.post(f"/v1/{path}", json=body | options).text)
+        assert chunks[-1]["choices"]
+        assert not any("usage" in chunk for chunk in chunks)
 
 
 def test_hostile_clients_try_every_endpoint(ingress: Ingress) -> None:
@@ -211,7 +224,7 @@ def test_requests_are_refused_while_too_much_is_queued(
 ) -> None:
     view = cluster_view(engines.deployment_name)
     view.set_replicas({"r1": {}})
-    view.routing.report("r1", load, now=time.monotonic())
+    view.routing.report("r1", load, now=time.monotonic() + HANG_S)  # it does not expire
     for path, body in (("chat/completions", CHAT), ("completions", {"prompt": "a", "stream": True})):
         answer = client.post(f"/v1/{path}", json=body)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "overloaded")

@@ -24,7 +24,7 @@ class Choice:
         delta = chunk.get("delta", chunk)
         self.text += delta.get("content", delta.get("text"))
         self.num_roles += "role" in delta
-        self.token_ids += chunk.get("token_ids", [])
+        self.token_ids += chunk.get("token_ids") or []  # null if they were declined
         for name, values in (chunk["logprobs"] or {}).items():
             self.logprobs[name] += values or []
         if "prompt_token_ids" in chunk:
@@ -49,6 +49,8 @@ class Content:
         assert (done, end) == (b"data: [DONE]", b"")
         content, counts = cls(), [0]
         for event in events:
+            if event.startswith(b":"):
+                continue  # a comment, which a pause of a second brings
             chunk = json.loads(event.removeprefix(b"data: "))
             assert content.usage is None or content.usage["so_far"], "a chunk comes after the usage"
             if "error" in chunk:

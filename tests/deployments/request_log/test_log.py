@@ -23,6 +23,7 @@ from deployments.routing.cluster_view import cluster_view
 from engine.errors import OverloadedError
 from tests.deployments.conftest import OpenClient
 from tests.deployments.fakes import FakeEngines, output, waiting
+from tests.waiting import HANG_S
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "the cache"}]}
 Log = list[logging.LogRecord]
@@ -117,7 +118,7 @@ def test_overload_of_the_ingress_and_of_an_engine_is_logged(
     serve_log.clear()
     view = cluster_view(engines.deployment_name)
     view.set_replicas({"r1": {}})
-    view.routing.report("r1", waiting(10_000, 0), now=time.monotonic())
+    view.routing.report("r1", waiting(10_000, 0), now=time.monotonic() + HANG_S)  # it does not expire
     client.post("/v1/completions", json={"prompt": "a"})
     assert _fields(serve_log)["reason"] == "overloaded"
 

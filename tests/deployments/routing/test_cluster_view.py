@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from msgspec.structs import replace
 
 from deployments.observability.ingress_metrics import (
@@ -56,12 +54,12 @@ def test_the_gauges_count_replicas_by_state_and_indexed_blocks() -> None:
 
 def test_a_decision_counts_the_hits_of_its_replica_and_the_best_possible_ones() -> None:
     """A long queue makes another replica cheaper than the one that has cached the prompt."""
-    view = ClusterView()
+    view = ClusterView(clock=lambda: 0.0)
     view.set_replicas({"r1": {"block_size": 4}, "r2": {"block_size": 4}})
     view.routing.replaced("r1", [1, 2])
     view.routing.replaced("r2", [1])
-    view.routing.report("r1", replace(IDLE, num_waiting=1, queued_prefill_tokens=10_000), now=time.monotonic())
-    view.routing.report("r2", IDLE, now=time.monotonic())
+    view.routing.report("r1", replace(IDLE, num_waiting=1, queued_prefill_tokens=10_000), now=0.0)
+    view.routing.report("r2", IDLE, now=0.0)
     before = recorded(ROUTING_PREDICTED_HIT_TOKENS), recorded(ROUTING_BEST_HIT_TOKENS)
     dispatch = dispatch_of([1, 2, 3], 12)
     decision = view.choose(dispatch, ["r1", "r2"])

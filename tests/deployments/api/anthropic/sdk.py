@@ -43,6 +43,8 @@ def checked_events(text: str) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
     assert text.endswith("\n\n")
     for block in text.split("\n\n")[:-1]:
+        if block.startswith(":"):
+            continue  # a comment, which a pause of a second brings
         name, data = block.split("\n")
         event = json.loads(data.removeprefix("data: "))
         assert name == f"event: {event['type']}"

@@ -62,7 +62,8 @@ def events_of(text: str) -> list[dict[str, Any]]:
     """Return the events of a stream: each has a line with its type, and the next number."""
     assert text.endswith("\n\n")
     events = []
-    for number, block in enumerate(text.removesuffix("\n\n").split("\n\n")):
+    blocks = [block for block in text.removesuffix("\n\n").split("\n\n") if not block.startswith(":")]  # a comment
+    for number, block in enumerate(blocks):
         head, _, data = block.partition("\n")
         event = json.loads(data.removeprefix("data: "))
         assert head == f"event: {event['type']}"

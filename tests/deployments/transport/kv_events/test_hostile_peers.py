@@ -22,11 +22,11 @@ from tests.deployments.transport.kv_events.transport import (
     fake_publisher,
 )
 from tests.engine.observability.clock import Clock
-from tests.waiting import until
+from tests.waiting import HANG_S, until
 
 
 def test_malformed_messages_are_counted_and_dropped(transport: Transport, caplog: pytest.LogCaptureFixture) -> None:
-    topics, ingress = Topics("r1"), transport.ingress(silence_s=60)
+    topics, ingress = Topics("r1"), transport.ingress(silence_s=HANG_S, resync_s=HANG_S, renew_s=HANG_S)
     good = encode(events_message(batch(0, stored(1)), time.time()))
     bad: list[list[bytes]] = [
         [topics.events, b""],
@@ -85,7 +85,7 @@ def _receives_reports(sender: zmq.Socket[bytes], topics: Topics, ingress: Ingres
 
 
 def test_a_publisher_that_floods_does_not_starve_the_others(transport: Transport) -> None:
-    topics, ingress, publisher = Topics("loud"), transport.ingress(silence_s=60), transport.publisher("r1")
+    topics, ingress, publisher = Topics("loud"), transport.ingress(silence_s=HANG_S), transport.publisher("r1")
     data = encode(events_message(batch(0, stored(1)), time.time()))
     is_done = threading.Event()
 
