@@ -21,7 +21,7 @@ from engine.models.config.shapes.recurrent.short_conv import ConvShape
 
 __all__ = ["EMBEDDING", "HEAD", "LAYER_EMBEDDING", "Part", "stored_parts", "stored_with_prefix", "unread"]
 
-EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+EMBEDDING, NORM, HEAD = "embed_tokens.weight", "norm.weight", "lm_head.weight"
 LAYER_EMBEDDING = "per_layer_inputs.embed_tokens_per_layer.weight"
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _LATENT = "qkv_a_proj"  # of latent attention
@@ -59,8 +59,8 @@ def stored_with_prefix(name: str, checkpoint: Checkpoint, config: ModelConfig) -
 
 
 def _prefix(checkpoint: Checkpoint, config: ModelConfig) -> str:
-    prefixes, embedding = config.family.prefixes, stored_name(EMBEDDING, config.family.stored_names)
-    return next((prefix for prefix in prefixes if prefix + embedding in checkpoint), prefixes[0])
+    prefixes, norm = config.family.prefixes, stored_name(NORM, config.family.stored_names)  # a tied embedding may lack
+    return next((prefix for prefix in prefixes if prefix + norm in checkpoint), prefixes[0])
 
 
 def stored_parts(name: str, checkpoint: Checkpoint, config: ModelConfig, rank: int, size: int) -> list[Part]:

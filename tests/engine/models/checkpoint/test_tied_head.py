@@ -17,6 +17,7 @@ from engine.sampling_params import SamplingParams
 from tests.engine.checkpoints import build_model, save_checkpoint
 from tests.engine.models.adapter import tiny_models
 from tests.engine.models.decoder.dense_families import build_dense_model
+from tests.engine.models.decoder.recurrent.recurrent_families import build_recurrent_model
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 PROMPT = [5, 6, 7, 8]
@@ -70,6 +71,21 @@ def test_a_stored_head_that_differs_from_the_embedding_is_used(name: str, tmp_pa
 def test_only_the_head_may_be_stored(name: str, tmp_path: Path) -> None:
     path = store(name, tmp_path, lambda weights: weights.update({HEAD: weights.pop(EMBEDDING)}))
     assert tokens_of(path) == expected_tokens(path)
+
+
+@pytest.mark.parametrize("prefix", ["backbone.", "model."])
+def test_only_the_head_may_be_stored_whatever_the_layers_prefix_is(prefix: str, tmp_path: Path) -> None:
+    path = save_checkpoint(build_recurrent_model("nemotron-h", tie_word_embeddings=True), tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    (embedding,) = [name for name in weights if "embed" in name]
+    own = embedding.partition(".")[0] + "."
+    weights[HEAD] = weights[embedding].clone()
+    answers = []
+    for left_out in (HEAD, embedding):
+        stored = {name.replace(own, prefix): weights[name] for name in weights if name != left_out}
+        save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+        answers.append(tokens_of(path))
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("options", [{"quantization": "int8"}, {"dtype": "bfloat16"}], ids=str)
