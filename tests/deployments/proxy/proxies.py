@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
@@ -307,7 +308,13 @@ def running(directory: Path, *ingresses: int, **options: Any) -> Iterator[Proxy]
 
 def _has_started(proxy: Proxy) -> bool:
     assert proxy.process.poll() is None
-    return proxy.socket.exists() and _accepts(proxy)
+    return proxy.socket.exists() and _accepts(proxy) and _has_checked(proxy)
+
+
+def _has_checked(proxy: Proxy) -> bool:
+    """Return whether each server's health has been checked; until then HAProxy may take it for ready or not."""
+    rows = csv.DictReader(proxy.command("show stat").removeprefix("# ").splitlines())
+    return not any(row["check_status"].endswith("INI") for row in rows)
 
 
 def _accepts(proxy: Proxy) -> bool:

@@ -110,8 +110,8 @@ def test_health_is_answered_while_no_ingress_is(tmp_path: Path, ingress: int, pa
     """Other requests go to Serve's own proxy meanwhile, which lets them wait, so that a rolling update fails none."""
     dead = [free_port()] if has_ingress else []
     with running(tmp_path, *dead, fallback=ingress) as lonely:
-        answer = httpx.get(lonely.url + path, timeout=HANG_S)
         until(partial(is_answered, lonely.url + "/v1/models"), "Serve's own proxy is reached")
+        answer = httpx.get(lonely.url + path, timeout=HANG_S)
         text = httpx.get(lonely.url + "/text/503", timeout=HANG_S)
     assert answer.status_code == 503
     assert answer.json()["error"]["code"] == "no_ingress"
