@@ -94,6 +94,9 @@ def grouped_linear(call: Any, grid: tuple[int, ...]) -> Compute:
     require_tensor("rows", call.rows, dtype, all_pairs // call.PAIRS_PER_ROW, num_inputs)
     require_tensor("pairs", call.pairs, torch.int32, num_experts, call.num_tokens)
     require_tensor("num_pairs", call.num_pairs, torch.int32, num_experts)
+    if call.row_weights is not None:
+        require(call.row_weights.is_contiguous(), "row_weights is not contiguous")
+        require_tensor("row_weights", call.row_weights, torch.float32, call.num_tokens, all_pairs // call.num_tokens)
     wanted = (most_tiles, -(-num_outputs // call.BLOCK_OUTPUTS))
     require(tuple(grid) == wanted, f"the grid {grid} is not one program for each of {wanted} tiles")
 
@@ -106,6 +109,8 @@ def grouped_linear(call: Any, grid: tuple[int, ...]) -> Compute:
                 pairs = plain(call.pairs)[expert, start:end].long()
                 require(bool(((pairs >= 0) & (pairs < all_pairs)).all()), f"pairs leaves the {all_pairs} pairs")
                 result = F.linear(rows[pairs // call.PAIRS_PER_ROW], weights[expert])
+                if call.row_weights is not None:
+                    result *= plain(call.row_weights).flatten()[pairs, None]
                 if call.GATED:
                     gate, up = result.chunk(2, dim=1)
                     result = (F.gelu(gate, approximate="tanh") if call.IS_GELU else F.silu(gate)) * up

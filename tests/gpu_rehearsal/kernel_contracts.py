@@ -15,6 +15,7 @@ import torch
 
 from kernels.attention import reference as attention_reference
 from kernels.attention.base import AttentionInputs
+from kernels.attention.window import Chunk, Window, first_key
 from kernels.attention_metadata import AttentionMetadata
 from kernels.cache.pending_tokens import take_pending_tokens
 
@@ -207,8 +208,15 @@ def _attended(call: Any, metadata: AttentionMetadata) -> torch.Tensor:
     tensors = (plain(item) for item in (call.query, call.key_cache, call.value_cache))
     sinks = None if call.sinks is None else plain(call.sinks)
     return attention_reference.attention(
-        AttentionInputs(*tensors, batch, call.scale, call.WINDOW or None, call.softcap, sinks)
+        AttentionInputs(*tensors, batch, call.scale, _window(call), call.softcap, sinks)
     )
+
+
+def _window(call: Any) -> Window | None:
+    require(
+        not (call.WINDOW and call.CHUNK), f"a layer has a window of {call.WINDOW} and chunks of {call.CHUNK} tokens"
+    )
+    return Chunk(call.CHUNK) if call.CHUNK else call.WINDOW or None
 
 
 def prefill(call: Any, grid: tuple[int, ...]) -> Compute:
@@ -246,8 +254,7 @@ def plan_splits(call: Any, grid: tuple[int, ...]) -> Compute:
 
 
 def _num_splits(seq_len: int, call: Any) -> int:
-    first_key = max(seq_len - call.WINDOW, 0) // call.TILE * call.TILE if call.WINDOW else 0
-    num_keys = seq_len - first_key
+    num_keys = seq_len - first_key(_window(call), seq_len - 1) // call.TILE * call.TILE
     tiles = math.ceil(math.ceil(num_keys / call.MAX_SPLITS) / call.TILE)
     return max(1, math.ceil(num_keys / max(tiles * call.TILE, call.KEYS_PER_SPLIT)))
 

@@ -74,7 +74,7 @@ def build_llama4_model(name: str, **changes: Any) -> PreTrainedModel:
     return model
 
 
-def save_llama4_model(name: str, path: Path) -> tuple[PreTrainedModel, str]:
+def save_llama4_model(name: str, path: Path, **changes: Any) -> tuple[PreTrainedModel, str]:
     """Return a model and the directory that it was saved to."""
-    model = build_llama4_model(name)
+    model = build_llama4_model(name, **changes)
     return model, save_checkpoint(model, path)
