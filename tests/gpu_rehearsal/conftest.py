@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ _IS_REHEARSAL = (
 collect_ignore_glob = [] if _IS_REHEARSAL else ["test_*.py"]
 
 if _IS_REHEARSAL:
+    from tests.gpu_rehearsal.family_models import SCENARIO, Models
     from tests.gpu_rehearsal.rehearsal import Rehearsal, simulated
     from tests.gpu_rehearsal.scenarios import SCENARIOS
 
@@ -47,3 +49,10 @@ if _IS_REHEARSAL:
         with simulated(monkeypatch) as rehearsal:
             yield rehearsal
             rehearsal.machine.check()  # for tests that forget it
+
+    # The CPU's answers are made before a test simulates the GPU.
+    @pytest.fixture
+    def case(request: pytest.FixtureRequest, models: Models) -> tuple[str, Any]:
+        """The path of the named one of a module's models, and the CPU's answers."""
+        path = models.path(request.param)
+        return path, models.expected(path, SCENARIO)

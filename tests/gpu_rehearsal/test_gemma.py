@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.engine.models.decoder.gemma.gemma_families import GEMMA_FAMILIES, save_gemma_model
-from tests.gpu_rehearsal.family_models import EAGER, GRAPHS, SCENARIO, TWO_RANKS, Models, check_steps, start
+from tests.gpu_rehearsal.family_models import EAGER, GRAPHS, TWO_RANKS, Models, check_steps, start
 from tests.gpu_rehearsal.rehearsal import Rehearsal
 from tests.gpu_rehearsal.scenarios import VOCAB_SIZE
 from tests.gpu_rehearsal.test_graphs import A_STEP, Steps
@@ -25,13 +25,6 @@ def _save(name: str, path: Path, **changes: Any) -> str:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(_save, tmp_path_factory)
-
-
-@pytest.fixture
-def case(request: pytest.FixtureRequest, models: Models) -> tuple[str, Any]:
-    """Return a model's path and the CPU's answers."""
-    path = models.path(request.param)
-    return path, models.expected(path, SCENARIO)
 
 
 @pytest.mark.parametrize("case", ["gemma-4-e4b"], indirect=True)

@@ -24,13 +24,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(_save, tmp_path_factory)
 
 
-@pytest.fixture
-def case(request: pytest.FixtureRequest, models: Models) -> tuple[str, Any]:
-    """Return a model's path and the CPU's answers."""
-    path = models.path(request.param)
-    return path, models.expected(path, SCENARIO)
-
-
 @pytest.mark.parametrize("case", ["llama-4-scout"], indirect=True)
 def test_answers_are_those_of_the_cpu(case: tuple[str, Any], gpu: Rehearsal) -> None:
     check_steps(gpu, *case, GRAPHS)

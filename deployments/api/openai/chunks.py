@@ -13,7 +13,7 @@ from json.encoder import encode_basestring
 from typing import Any
 
 from deployments.api.json_response import encode_json
-from deployments.api.openai.protocol import GenerationRequest
+from deployments.api.openai.protocol import GenerationRequest, StreamOptions
 from deployments.api.openai.response_writers import ResponseWriter
 from deployments.api.writers import Usage
 from deployments.errors import ApiError
@@ -44,9 +44,9 @@ class ChunkWriter:
         self._writer = writer
         self._generations = generations
         self._num_generated = body.num_generated
-        options = body.stream_options
-        self._includes_usage = options is not None and bool(options.include_usage)
-        self._continuous_usage = self._includes_usage and options is not None and bool(options.continuous_usage_stats)
+        options = body.stream_options or StreamOptions()
+        self._includes_usage = bool(options.include_usage)
+        self._continuous_usage = self._includes_usage and bool(options.continuous_usage_stats)
         self._has_logprobs = body.num_logprobs is not None
         self._has_token_ids = bool(body.return_token_ids)
         self._templates: dict[int, str | None] = {}  # of the choices that have had a chunk

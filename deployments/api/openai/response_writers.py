@@ -81,7 +81,9 @@ class ResponseWriter(ABC):
     def _if_wanted(self, ids: dict[str, list[int]]) -> dict[str, Any]:
         """Return fields with token ids as vLLM does: null if they are declined, and none if they are not asked for."""
         wants_ids = self._request.return_token_ids
-        return {} if wants_ids is None else {**(ids if wants_ids else dict.fromkeys(ids))}
+        if wants_ids is None:
+            return {}
+        return dict(ids) if wants_ids else dict.fromkeys(ids)
 
     def _prompt_logprobs(self, generation: Generation) -> dict[str, Any]:
         """Return vLLM's extra field, null unless it was requested."""

@@ -59,7 +59,8 @@ def stored_with_prefix(name: str, checkpoint: Checkpoint, config: ModelConfig) -
 
 
 def _prefix(checkpoint: Checkpoint, config: ModelConfig) -> str:
-    prefixes, norm = config.family.prefixes, stored_name(NORM, config.family.stored_names)  # a tied embedding may lack
+    # By the norm, which every checkpoint has: of tied weights only the head may be stored, without a prefix.
+    prefixes, norm = config.family.prefixes, stored_name(NORM, config.family.stored_names)
     return next((prefix for prefix in prefixes if prefix + norm in checkpoint), prefixes[0])
 
 
