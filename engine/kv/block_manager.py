@@ -98,7 +98,8 @@ class BlockManager:
     @property
     def num_growable_blocks(self) -> int:
         """Blocks that can be allocated with a page of each window."""
-        return min([self.num_free_blocks, *(window.num_free for window in self.windows)])
+        num_free = self.pool.num_free
+        return min(num_free, *(window.num_free for window in self.windows)) if self.windows else num_free
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return the blocks that ``num_tokens`` tokens take."""
@@ -285,7 +286,7 @@ class BlockManager:
         if self.states is not None:
             self.states.check_integrity(sequences, held)
         for store in (attached.store for attached in self._attached):
-            for block_hash in store.names:
+            for block_hash in store.by_name:
                 assert self.prefix_cache.is_cached(block_hash), "the host keeps a page of a block that is lost"
         for sequence in sequences:
             assert not (sequence.block_table and sequence.host_table), f"{sequence.request_id} is in both pools"

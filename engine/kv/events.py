@@ -13,6 +13,7 @@ its reach were lost. The events do not say that: whether the pages suffice depen
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 __all__ = [
@@ -83,10 +84,10 @@ class EventLog:
         self._enabled = enabled
         self._events: list[KVEvent] = []
 
-    def record(self, event: KVEvent) -> None:
-        """Add an event."""
+    def record(self, event_type: Callable[..., KVEvent], *fields: int) -> None:
+        """Add an event with these fields. It is only made where it is collected: a step may have thousands."""
         if self._enabled:
-            self._events.append(event)
+            self._events.append(event_type(*fields))
 
     def take(self) -> tuple[KVEvent, ...]:
         """Return the events since the last call."""

@@ -108,7 +108,7 @@ class PrefixCache:
         self.attachments: GenericSequence[Attachments] = ()
         self._pool = pool
         self._block_size = block_size
-        self._store = store
+        self._store, self._stored = store, store.by_name
         store.on_removed = self._report_lost
         self._by_hash: dict[int, Block] = {}
         self._next_content_id = 0
@@ -142,7 +142,7 @@ class PrefixCache:
 
     def _lookup_page(self, block_hash: int) -> Block | None:
         """Return a page of the store that is not on the device too, as blocks after an evicted parent may be."""
-        return None if block_hash in self._by_hash else self._store.lookup(block_hash)
+        return None if block_hash in self._by_hash else self._stored.get(block_hash)
 
     def holder(self, sequence: Sequence, index: int) -> Block | None:
         """Return the block of the device that is published with what the sequence's block ``index`` holds."""
@@ -157,7 +157,7 @@ class PrefixCache:
 
     def is_cached(self, block_hash: int) -> bool:
         """Whether the device or the store holds a block with this hash."""
-        return block_hash in self._by_hash or self._store.lookup(block_hash) is not None
+        return block_hash in self._by_hash or block_hash in self._stored
 
     def published_hashes(self) -> list[int]:
         """Return the hash of every cached block, the sum of all events so far: first those of blocks on the device.
@@ -166,7 +166,7 @@ class PrefixCache:
         after that child.
         """
         on_device = list(self._by_hash)  # a block is published after its parent, and a dict keeps that order
-        return on_device + [name for name in self._store.names if name not in self._by_hash]
+        return on_device + [name for name in self._stored if name not in self._by_hash]
 
     def publish(self, sequence: Sequence, num_tokens: int) -> None:
         """Publish the blocks that the sequence's first ``num_tokens`` tokens fill and that are not published yet.
@@ -181,19 +181,22 @@ class PrefixCache:
         packed, width = pack_tokens(sequence.token_ids[first * size : last * size]), size * BYTES_PER_TOKEN
         parent: int | str = contents[-1] if contents else sequence.cache_key
         parent_hash = hashes[first - 1] if first else sequence.group.root
+        by_hash, blocks, table = self._by_hash, self._pool.blocks, sequence.block_table
         for index in range(first, last):
             token_bytes = packed[(index - first) * width : (index - first + 1) * width]
             if index == len(hashes):
                 hashes.append(packed_block_hash(parent_hash, token_bytes))
-            holder = self._by_hash.get(hashes[index])
-            if holder is not None and holder.ref_count == 0 and holder.holds(token_bytes, parent):
-                holder = self._publish_instead(self._pool.blocks[sequence.block_table[index]], unused=holder)
-            elif holder is None or not holder.holds(token_bytes, parent):
-                if holder is not None:  # a hash collision, or a chain with a new parent: the newest content wins
-                    self._forget(holder)
-                    self._lose(hashes[index])
-                holder = self._pool.blocks[sequence.block_table[index]]
+            holder = by_hash.get(hashes[index])
+            if holder is not None and not holder.holds(token_bytes, parent):
+                # A hash collision, or a chain with a new parent: the newest content wins.
+                self._forget(holder)
+                self._lose(hashes[index])
+                holder = None
+            if holder is None:
+                holder = blocks[table[index]]
                 self._publish_block(holder, hashes[index], token_bytes, parent)
+            elif holder.ref_count == 0:
+                holder = self._publish_instead(blocks[table[index]], unused=holder)
             parent, parent_hash = holder.content_id, hashes[index]
             contents.append(parent)
 
@@ -221,13 +224,12 @@ class PrefixCache:
     def evict(self) -> None:
         """Move the least recently used cached block to the store, or drop it, so that the pool can allocate it."""
         block = self._pool.least_recently_used
-        is_stored = self._store.store(block, block.block_id)
-        if is_stored:
+        if self._store.num_pages and self._store.store(block, block.block_id):
             for attached in self.attachments:
                 attached.evict(block)
-        block_hash = self._forget(block)
-        if not is_stored:
-            self._report_lost(block_hash)
+            self._forget(block)
+        else:
+            self._report_lost(self._forget(block))
         self.num_evicted += 1
 
     def reset(self) -> None:
@@ -244,10 +246,10 @@ class PrefixCache:
         for attached in self.attachments:
             attached.clear()
         self._store.clear()
-        self.events.record(AllBlocksCleared())
+        self.events.record(AllBlocksCleared)
 
     def _publish_block(self, block: Block, block_hash: int, token_bytes: bytes, parent: int | str) -> None:
-        page = self._store.lookup(block_hash)
+        page = self._stored.get(block_hash)
         if page is not None and not page.holds(token_bytes, parent):
             self._lose(block_hash)
             page = None
@@ -257,7 +259,7 @@ class PrefixCache:
             return
         block.block_hash, block.token_bytes, block.parent = block_hash, token_bytes, parent
         block.content_id, self._next_content_id = self._next_content_id, self._next_content_id + 1
-        self.events.record(BlockStored(block_hash))
+        self.events.record(BlockStored, block_hash)
 
     def _publish_instead(self, block: Block, unused: Block) -> Block:
         """Publish a block in use instead of an unused one with the same content; return it.
@@ -298,14 +300,14 @@ class PrefixCache:
             return
         for attached in self.attachments:
             attached.lose(block_hash)
-        self.events.record(BlockRemoved(block_hash))
+        self.events.record(BlockRemoved, block_hash)
 
     def check_integrity(self) -> None:
         """Assert that hash -> block and block -> hash are inverse, and that the store holds the same content."""
         for block in self._pool.blocks:
             if block.block_hash is not None:
                 assert self._by_hash.get(block.block_hash) is block, f"{block} is not found under its hash"
-                page = self._store.lookup(block.block_hash)
+                page = self._stored.get(block.block_hash)
                 assert page is None or page.content_id == block.content_id, f"{block} has another content in the store"
         published = sum(block.block_hash is not None for block in self._pool.blocks)
         assert published == len(self._by_hash), "a hash leads to a block that does not publish it"

@@ -63,7 +63,7 @@ class AttachedPages:
         """Return the page of the store that belongs to block ``index`` of a match."""
         block = match.block(index)
         assert block.block_hash is not None
-        page = self.store.lookup(block.block_hash)
+        page = self.store.by_name.get(block.block_hash)
         return page if page is not None and page.content_id == block.content_id else None
 
     def pin(self, match: PrefixMatch, index: int) -> None:
@@ -161,7 +161,7 @@ class AttachedPages:
 
     def lose(self, block_hash: int) -> None:
         """Forget the stored page of a block that neither the device nor the store holds any more."""
-        if self.store.lookup(block_hash) is not None:
+        if block_hash in self.store.by_name:
             self.store.discard(block_hash)
             self._on_stored(block_hash)
 

@@ -86,4 +86,4 @@ class StateEvents:
         return removed.union(stored.values())
 
     def _has_snapshot(self, block_hash: int) -> bool:
-        return block_hash in self._on_device or self._host.lookup(block_hash) is not None
+        return block_hash in self._on_device or block_hash in self._host.by_name

@@ -20,7 +20,7 @@ those to the store, then those to the device. So a page that a step loads cannot
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 
 from engine.kv.block_pool import Block
 
@@ -31,19 +31,14 @@ class BlockStore(ABC):
     """Holds pages by name.
 
     Attributes:
+        num_pages: size of the store; one without pages keeps nothing.
+        by_name: the pages. The caller must verify that one holds the content that the caller expects.
         on_removed: called with the name of each page that the store loses of its own accord.
     """
 
+    num_pages: int
+    by_name: Mapping[int, Block]
     on_removed: Callable[[int], None]
-
-    @property
-    @abstractmethod
-    def names(self) -> Collection[int]:
-        """The hashes of the blocks that the store holds."""
-
-    @abstractmethod
-    def lookup(self, block_hash: int) -> Block | None:
-        """Return the page with this name. The caller must verify that it holds the content that the caller expects."""
 
     @abstractmethod
     def store(self, block: Block, page_id: int) -> bool:

@@ -21,7 +21,7 @@ The pool knows numbers, names and reference counts. ``PageMemory`` holds the mem
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from engine.kv.block_pool import Block, BlockPool
 from engine.kv.host.block_store import BlockStore
@@ -39,10 +39,11 @@ class HostPool(BlockStore):
     """
 
     def __init__(self, num_pages: int, *, expires_loaded: bool = True) -> None:
+        self.num_pages = num_pages
         self.pages = BlockPool(num_pages)
         self.on_removed: Callable[[int], None] = lambda block_hash: None
         self._expires_loaded = expires_loaded
-        self._by_hash: dict[int, Block] = {}
+        self.by_name: dict[int, Block] = {}
         # The copies of this step, and the pages that it loads.
         self._copies_out: dict[int, int] = {}  # host page -> page of the device
         self._copies_in: list[BlockPair] = []
@@ -55,15 +56,8 @@ class HostPool(BlockStore):
 
     # --- the second tier of the device's pool -------------------------------------------------------------------
 
-    @property
-    def names(self) -> Collection[int]:
-        return self._by_hash.keys()
-
-    def lookup(self, block_hash: int) -> Block | None:
-        return self._by_hash.get(block_hash)
-
     def store(self, block: Block, page_id: int) -> bool:
-        if not self.num_free and block.block_hash not in self._by_hash:
+        if not self.num_free and block.block_hash not in self.by_name:
             return False
         self.pages.release(self.keep(block, page_id))
         return True
@@ -76,14 +70,14 @@ class HostPool(BlockStore):
         self._copies_in.append((page.block_id, page_id))
 
     def discard(self, block_hash: int) -> None:
-        if (page := self._by_hash.pop(block_hash, None)) is not None:
+        if (page := self.by_name.pop(block_hash, None)) is not None:
             self._forget(page)
 
     def clear(self) -> None:
         self.take_copies()
-        for page in self._by_hash.values():
+        for page in self.by_name.values():
             self._forget(page)
-        self._by_hash.clear()
+        self.by_name.clear()
 
     # --- swapped sequences --------------------------------------------------------------------------------------
 
@@ -97,7 +91,7 @@ class HostPool(BlockStore):
             page_id: the page of the device.
         """
         block_hash = None if block is None else block.block_hash
-        page = None if block_hash is None else self._by_hash.get(block_hash)
+        page = None if block_hash is None else self.by_name.get(block_hash)
         if page is not None:
             self.pages.retain(page)
             return page
@@ -106,7 +100,7 @@ class HostPool(BlockStore):
         page = self.pages.take()
         if block is not None and block_hash is not None:
             page.copy_content(block)
-            self._by_hash[block_hash] = page
+            self.by_name[block_hash] = page
         self._copies_out[page.block_id] = page_id
         return page
 
@@ -153,7 +147,7 @@ class HostPool(BlockStore):
         """Assert that each page is in one state, given how many host tables list each one, and found by its name."""
         self.pages.check_integrity(num_users)
         named = {page.block_hash: page for page in self.pages.blocks if page.block_hash is not None}
-        assert named == self._by_hash, "a page is not found under its name"
+        assert named == self.by_name, "a page is not found under its name"
         # A fork takes the slot of a snapshot before the step that copies that to the host.
         left = [host_id for host_id in self._copies_out if self.pages.blocks[host_id].block_hash is None]
         assert not left + self._loaded + self._copies_in, "copies of a step are left"

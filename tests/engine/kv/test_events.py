@@ -87,7 +87,7 @@ def blocks_with_state(manager: BlockManager) -> set[int]:
     if (states := manager.states) is None:
         return set()
     on_device = (manager.pool.blocks[block_id].block_hash for block_id in states.snapshots.by_block)
-    return {block_hash for block_hash in on_device if block_hash is not None} | set(states.snapshots.store.names)
+    return {block_hash for block_hash in on_device if block_hash is not None} | set(states.snapshots.store.by_name)
 
 
 def follow(monkeypatch: pytest.MonkeyPatch, replica: Replica) -> Counter[str]:

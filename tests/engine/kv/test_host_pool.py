@@ -203,9 +203,9 @@ def test_a_reset_forgets_the_pages_too() -> None:
     engine, runner = make_engine(block_size=SIZE, num_blocks=3, num_host_blocks=4)
     answer(engine, list(range(9)))
     answer(engine, list(range(20, 29)))
-    assert engine.block_manager.host_pool.names
+    assert engine.block_manager.host_pool.by_name
     engine.reset_prefix_cache()
-    assert not engine.block_manager.host_pool.names
+    assert not engine.block_manager.host_pool.by_name
     assert engine.block_manager.host_pool.pages.counts().free == 4
     assert answer(engine, list(range(9))) == runner.answer(list(range(9)), 2)
     assert not runner.num_copied["block in"]
@@ -227,7 +227,7 @@ def test_a_page_that_follows_another_parent_is_not_hit() -> None:
     manager = BlockManager(2, SIZE, num_host_blocks=4)
     end(manager, start(manager, list(range(8))))
     end(manager, start(manager, [*range(40, 48)]))
-    page = manager.host_pool.lookup(make_sequence(list(range(8))).block_hash(1, SIZE))
+    page = manager.host_pool.by_name.get(make_sequence(list(range(8))).block_hash(1, SIZE))
     assert page is not None
     page.parent = 99
     assert len(manager.match_prefix(make_sequence(list(range(8)))).pages) == 1
@@ -335,5 +335,5 @@ def test_without_prefix_caching_nothing_is_kept_but_swapped_sequences() -> None:
     assert manager.host_pool.take_copies() == ([], [])
     swapped = swapped_out(manager, list(range(9)))
     assert len(manager.host_pool.take_copies()[0]) == 3
-    assert not manager.host_pool.names
+    assert not manager.host_pool.by_name
     manager.check_integrity([swapped])
