@@ -136,7 +136,7 @@ class BlockManager:
             window.hold(match)
         if self.states is not None:
             self.states.hold(match, num_resumed_blocks)
-        loaded = [self.prefix_cache.load(page, self.prefix_cache.take_block()) for page in match.pages]
+        loaded = [*map(self.prefix_cache.load, match.pages, self.prefix_cache.take_blocks(len(match.pages)))]
         for block in (*match.blocks, *loaded):
             sequence.block_table.append(block.block_id)
             sequence.content_ids.append(block.content_id)
@@ -170,8 +170,8 @@ class BlockManager:
             sequence.cache_epoch = self.prefix_cache.epoch
         copy = None if sequence.is_single else self._unshare(sequence)
         table, size, num_held = sequence.block_table, self.block_size, len(sequence.block_table)
-        while len(table) * size < num_tokens:
-            table.append(self.prefix_cache.take_block().block_id)
+        if (num_missing := self.num_blocks_for(num_tokens) - num_held) > 0:
+            table.extend(block.block_id for block in self.prefix_cache.take_blocks(num_missing))
         for window in self.windows:
             window.grow(sequence, num_held)
         if self.enable_prefix_caching:
@@ -199,8 +199,7 @@ class BlockManager:
         table = sequence.block_table
         num_held = len(table)
         missing = self.num_blocks_for(num_tokens) - num_held
-        for _ in range(missing):
-            table.append(self.prefix_cache.take_block().block_id)
+        table.extend(block.block_id for block in self.prefix_cache.take_blocks(missing))
         for window in self.windows:
             window.grow(sequence, num_held)
         return max(0, missing)
@@ -241,8 +240,9 @@ class BlockManager:
         if sequence.block_table:
             for window in self.windows:
                 window.release(sequence)
+        release, blocks = self.pool.release, self.pool.blocks
         for block_id in reversed(sequence.block_table):
-            self.pool.release(self.pool.blocks[block_id])
+            release(blocks[block_id])
         sequence.block_table = []
         sequence.content_ids = []
         sequence.num_matched_tokens = 0
@@ -266,7 +266,7 @@ class BlockManager:
         shared = self.pool.blocks[sequence.block_table[index]]
         if shared.ref_count == 1:
             return None
-        own = self.prefix_cache.take_block()
+        own = self.prefix_cache.take_blocks(1)[0]
         for window in self.windows:
             window.copy(shared.block_id, own.block_id)
         self.pool.release(shared)

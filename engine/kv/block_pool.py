@@ -78,6 +78,11 @@ class BlockPool:
         return len(self._free) + len(self._cached)
 
     @property
+    def num_uncached(self) -> int:
+        """Blocks that ``take`` can give before a cached one must be evicted."""
+        return len(self._free)
+
+    @property
     def must_evict(self) -> bool:
         """Whether all free blocks are cached ones, so that a block must be evicted before ``take``."""
         return not self._free

@@ -215,13 +215,14 @@ class PrefixCache:
         self._by_hash[page.block_hash] = block
         return block
 
-    def take_block(self) -> Block:
-        """Allocate a block; if all free blocks are cached, one of them is evicted."""
-        if self._pool.must_evict:
-            self.evict()
-        return self._pool.take()
+    def take_blocks(self, count: int) -> list[Block]:
+        """Allocate blocks; where all free blocks are cached, as many as needed are evicted."""
+        for _ in range(count - self._pool.num_uncached):
+            self._evict()
+        take = self._pool.take
+        return [take() for _ in range(count)]
 
-    def evict(self) -> None:
+    def _evict(self) -> None:
         """Move the least recently used cached block to the store, or drop it, so that the pool can allocate it."""
         block = self._pool.least_recently_used
         if self._store.num_pages and self._store.store(block, block.block_id):
@@ -246,7 +247,7 @@ class PrefixCache:
         for attached in self.attachments:
             attached.clear()
         self._store.clear()
-        self.events.record(AllBlocksCleared)
+        self.events.record(AllBlocksCleared())
 
     def _publish_block(self, block: Block, block_hash: int, token_bytes: bytes, parent: int | str) -> None:
         page = self._stored.get(block_hash)
@@ -259,7 +260,8 @@ class PrefixCache:
             return
         block.block_hash, block.token_bytes, block.parent = block_hash, token_bytes, parent
         block.content_id, self._next_content_id = self._next_content_id, self._next_content_id + 1
-        self.events.record(BlockStored, block_hash)
+        if self.events.enabled:
+            self.events.record(BlockStored(block_hash))
 
     def _publish_instead(self, block: Block, unused: Block) -> Block:
         """Publish a block in use instead of an unused one with the same content; return it.
@@ -300,7 +302,8 @@ class PrefixCache:
             return
         for attached in self.attachments:
             attached.lose(block_hash)
-        self.events.record(BlockRemoved, block_hash)
+        if self.events.enabled:
+            self.events.record(BlockRemoved(block_hash))
 
     def check_integrity(self) -> None:
         """Assert that hash -> block and block -> hash are inverse, and that the store holds the same content."""

@@ -99,7 +99,7 @@ def _bring_back(manager: BlockManager, host_id: int, block_ids: dict[int, int]) 
     if host_id in block_ids:
         manager.pool.retain(manager.pool.blocks[block_ids[host_id]])
     else:
-        block_ids[host_id] = manager.prefix_cache.take_block().block_id
+        block_ids[host_id] = manager.prefix_cache.take_blocks(1)[0].block_id
         manager.host_pool.bring_back(host_id, block_ids[host_id])
     return block_ids[host_id]
 

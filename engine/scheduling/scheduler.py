@@ -149,11 +149,13 @@ class Scheduler:
         """Update the sequences and queues for a step in flight; the one before must have been collected."""
         self._advance_computed(output)
         self._in_flight = True
+        cancelled = output.cancelled
         for sequence in output.sampling:
-            if sequence not in output.cancelled:
-                sequence.num_pending = 1
-                if self._must_know_token(sequence):
-                    sequence.awaits_token = self._any_awaits_token = True
+            if sequence in cancelled:
+                continue
+            sequence.num_pending = 1
+            if self._must_know_token(sequence):
+                sequence.awaits_token = self._any_awaits_token = True
 
     def collect(
         self, output: SchedulerOutput, sampled: SampledTokens, following: SchedulerOutput | None = None
@@ -181,7 +183,7 @@ class Scheduler:
     def _must_know_token(self, sequence: Sequence) -> bool:
         """Whether the next step must not compute a sequence's pending token: it is the last, or the host needs it."""
         return (
-            sequence.num_tokens >= sequence.max_total_tokens
+            len(sequence.token_ids) + sequence.num_pending >= sequence.max_total_tokens
             or sequence.needs_known_tokens
             or (self.drafter is not None and sequence.is_plain_greedy)
         )
@@ -283,8 +285,9 @@ class Scheduler:
     def _advance_computed(self, output: SchedulerOutput) -> None:
         """Count the tokens of a step as computed, but draft tokens; collect who needs scheduling in the next step."""
         self._needs_scheduling = needs_scheduling = []
+        cancelled = output.cancelled
         for sequence, num_new in zip(output.sequences, output.num_new_tokens, strict=True):
-            if sequence in output.cancelled:
+            if sequence in cancelled:
                 continue
             sequence.num_computed_tokens = num_computed = sequence.num_computed_tokens + num_new
             if num_computed >= sequence.next_block_boundary:
@@ -304,10 +307,11 @@ class Scheduler:
 
 def _drop_wasted(output: SchedulerOutput, sampled: SampledTokens) -> None:
     """Drop samples of sequences that ended meanwhile or computed a wrong pending token."""
+    cancelled, finished = output.cancelled, SequenceStatus.FINISHED
     kept = [
         position
         for position, sequence in enumerate(output.sampling)
-        if not (sequence.is_finished or sequence in output.cancelled)
+        if not (sequence.status is finished or sequence in cancelled)
     ]
     output.num_wasted = len(output.sampling) - len(kept)
     if output.num_wasted:

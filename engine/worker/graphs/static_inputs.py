@@ -98,6 +98,7 @@ class StaticInputs:
         self.size = size
         self._slab = slab
         self._block_tables, self._page_maps = block_tables, page_maps
+        self._writes = [block_tables.write, *(page_map.write for page_map in page_maps)]
         self._max_seq_len = block_tables.shape[1] * block_size
         self._layout = _layout(size, len(page_maps), has_states)
         self._num_words = self._layout.itemsize // 8
@@ -147,8 +148,7 @@ class StaticInputs:
 
     def _write_changes(self, start: int, counts: list[int]) -> None:
         """Write the loaded changes of the block tables and of each page map, which begin at ``start`` in the slab."""
-        writes = [self._block_tables.write, *(page_map.write for page_map in self._page_maps)]
-        for write, count in zip(writes, counts, strict=True):
+        for write, count in zip(self._writes, counts, strict=True):
             if count:
                 middle, end = start + count, start + count + -(-count // 2)
                 write(self._slab[start:middle], self._slab[middle:end].view(torch.int32)[:count])

@@ -50,7 +50,7 @@ def test_a_stale_hash_entry_that_serves_a_foreign_prefix_is_detected() -> None:
         cache._pool.uncache(cache._pool.least_recently_used)
 
     assert_found(
-        lambda patch: patch.setattr(PrefixCache, "evict", evict_but_stay_published),
+        lambda patch: patch.setattr(PrefixCache, "_evict", evict_but_stay_published),
         "reads foreign KV|published with foreign content|not found under its hash",
     )
 
