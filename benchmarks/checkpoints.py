@@ -2,6 +2,9 @@
 
     python -m benchmarks.checkpoints DIR                    # the shape of Qwen3-0.6B, bfloat16, 1.2 GB
     python -m benchmarks.checkpoints DIR --shape qwen3-moe-3b  # 80 experts, 8 for each token, 6 GB
+    python -m benchmarks.checkpoints DIR --shape qwen3.5-0.8b  # Gated DeltaNet, 1.5 GB
+    python -m benchmarks.checkpoints DIR --shape gemma-4-e2b   # shared keys and values, embeddings of layers, 9 GB
+    python -m benchmarks.checkpoints DIR --shape glm-4.7-flash-6  # latent attention, 6 of its 47 layers, 7.5 GB
     python -m benchmarks.checkpoints DIR --shape tiny       # to try out a benchmark
 
 Weights are N(0, 0.02) with a fixed seed. Speed does not depend on what the weights are; answers are noise. The
@@ -19,17 +22,13 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 __all__ = ["SHAPES", "write_checkpoint"]
 
 _QWEN3_0_6B: dict[str, Any] = {
+    "model_type": "qwen3",
+    "rope_theta": 1_000_000,
     "hidden_size": 1024,
     "intermediate_size": 3072,
     "num_hidden_layers": 28,
@@ -39,11 +38,41 @@ _QWEN3_0_6B: dict[str, Any] = {
     "vocab_size": 151936,
     "max_position_embeddings": 40960,
 }
-_EXPERTS = {"moe_intermediate_size": 384, "num_experts": 80, "num_experts_per_tok": 8, "norm_topk_prob": True}
+_EXPERTS = {
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 384,
+    "num_experts": 80,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": _QWEN3_0_6B,
     "qwen3-moe-3b": _QWEN3_0_6B | _EXPERTS,
+    "qwen3.5-0.8b": {
+        "model_type": "qwen3_5_text",
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "linear_num_value_heads": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    },
+    "gemma-4-e2b": {
+        "model_type": "gemma4_text",
+        "hidden_size": 1536,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 35,
+        "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+        "num_key_value_heads": 1,
+        "num_kv_shared_layers": 20,
+        "use_double_wide_mlp": True,
+        "final_logit_softcapping": 30.0,
+    },
+    "glm-4.7-flash-6": {"model_type": "glm4_moe_lite", "num_hidden_layers": 6, "tie_word_embeddings": False},
     "tiny": {
+        "model_type": "qwen3",
+        "rope_theta": 1_000_000,
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_hidden_layers": 2,
@@ -65,21 +94,11 @@ CHAT_TEMPLATE = (
 
 def write_checkpoint(directory: Path, shape: dict[str, Any], *, seed: int = 0) -> int:
     """Write config, safetensors and tokenizer; returns the number of parameters."""
-    config_class: Any = Qwen3MoeConfig if "num_experts" in shape else Qwen3Config
-    model_class: Any = Qwen3MoeForCausalLM if "num_experts" in shape else Qwen3ForCausalLM
-    config = config_class(
-        **shape,
-        rope_theta=1_000_000,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        architectures=[model_class.__name__],
-        dtype="bfloat16",
-    )
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = AutoConfig.for_model(**{"rms_norm_eps": 1e-6, "tie_word_embeddings": True, **tokens, **shape})
     torch.manual_seed(seed)
-    model = model_class._from_config(config, dtype=torch.bfloat16)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    config.architectures, config.dtype = [type(model).__name__], torch.bfloat16
     model.save_pretrained(directory, save_original_format=False)  # experts in stacks: splitting them takes memory
     _tokenizer().save_pretrained(directory)
     return sum(parameter.numel() for parameter in model.parameters())

@@ -3,7 +3,7 @@
     python -m benchmarks.latency --model DIR --context 64 1024 8192 --tokens 64 --out result.json
 
 The engine is stepped by hand and every step is timed, so there is neither a server nor a thread in between. GB/s is
-what a token must read, weights once and the keys and values of its context once, divided by the median time. Plain
+what a token must read, active weights, states and what is cached of its context once, divided by the median time. Plain
 reading is measured right after each stream, because memory bandwidth varies from minute to minute; *x limit* is the
 time of a token over the time of plain reading.
 """
@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.engine_options import add_engine_arguments, engine_options
 from benchmarks.limits.linear_rates import measure_read_gb_s
-from benchmarks.limits.model_shape import ModelShape
+from benchmarks.limits.token_reads import TokenReads
 from benchmarks.machine import describe
 from benchmarks.result_file import write_result
 from benchmarks.workloads import VOCABULARY
@@ -49,19 +49,22 @@ class Latency:
     over_limit: float  # the median over the time of plain reading
 
 
-def measure(engine: Engine, context: int, num_tokens: int, shape: ModelShape, weight_bytes: float) -> Latency:
+def measure(
+    engine: Engine, context: int, num_tokens: int, reads: TokenReads, weight_bytes: int, element_bytes: int
+) -> Latency:
     """Run a single request; its prompt is random, so that nothing of it is cached.
 
     Args:
         num_tokens: tokens of the answer; the first one gives TTFT.
+        reads: what a token reads.
         weight_bytes: bytes of one weight.
+        element_bytes: bytes of one number of the keys and values.
     """
     rng = random.Random(context)
     seconds = _step_seconds(engine, [rng.randrange(*VOCABULARY) for _ in range(context)], num_tokens)
     decodes = 1e3 * np.array(seconds[1:])
     median = float(np.median(decodes))
-    mean_context = context + num_tokens / 2
-    read = (shape.layer_parameters + shape.head_parameters) * weight_bytes + shape.kv_bytes_per_token * mean_context
+    read = reads.bytes_at(context + num_tokens // 2, weight_bytes, element_bytes)
     gb_s, plain_gb_s = read / median / 1e6, measure_read_gb_s(READ_BYTES)
     return Latency(
         context,
@@ -103,12 +106,13 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(str(error))
     engine = Engine.from_config(EngineConfig.from_options(options.model, chosen))
     _step_seconds(engine, WARM_UP_PROMPT, WARM_UP_TOKENS)
-    shape = ModelShape.from_checkpoint(options.model)
-    weight_bytes = 1.0 if options.quantization == "int8" else float(getattr(torch, engine.info.dtype).itemsize)
+    reads = TokenReads.of(options.model)
+    element_bytes = getattr(torch, engine.info.dtype).itemsize
+    weight_bytes = 1 if options.quantization == "int8" else element_bytes
     results = []
     print(f"{'context':>8} {'TTFT s':>8} {'TPOT ms, median':>16} {'p99':>8} {'GB/s':>7} {'plain':>7} {'x limit':>8}")
     for context in options.context:
-        run = measure(engine, context, options.tokens, shape, weight_bytes)
+        run = measure(engine, context, options.tokens, reads, weight_bytes, element_bytes)
         results.append(asdict(run))
         print(
             f"{context:8} {run.ttft_s:8.3f} {run.tpot_median_ms:16.2f} {run.tpot_p99_ms:8.2f} {run.read_gb_s:7.2f} "

@@ -12,7 +12,7 @@ from benchmarks.workloads import Request, Workload, load, main, make
 
 
 def test_workloads_have_the_documented_sizes() -> None:
-    sizes = {name: make(name) for name in ("w1", "w16", "wshare")}
+    sizes = {name: make(name) for name in ("w1", "w16", "wshare", "p2048")}
     assert {
         name: (len(workload.requests), workload.input_tokens, workload.output_tokens)
         for name, workload in sizes.items()
@@ -20,6 +20,7 @@ def test_workloads_have_the_documented_sizes() -> None:
         "w1": (1, 64, 64),
         "w16": (16, 2199, 1381),
         "wshare": (16, 16761, 384),
+        "p2048": (1, 2048, 1),
     }
     assert [sizes[name].shared_prefix for name in ("w1", "w16", "wshare")] == [0, 0, 1024]
 
@@ -52,5 +53,5 @@ def test_a_shared_prefix_may_be_the_shortest_prompt() -> None:
 
 
 def test_an_unknown_workload_is_rejected() -> None:
-    with pytest.raises(ValueError, match="'w17' is not a workload; give a file or one of w1, w16, wshare"):
+    with pytest.raises(ValueError, match="'w17' is not a workload; give a file or one of w1, w16, wshare, p2048"):
         load("w17")
