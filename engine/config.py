@@ -166,6 +166,11 @@ class EngineConfig:
         state_snapshots: for a model with recurrent layers, snapshots of states for each sequence that can run, at which
             the prefixes of later prompts resume; 0: none, so that no prefix is reused (1 with ``speculative_config``).
             A snapshot takes as much memory as a running sequence's states, which the log says.
+        state_snapshot_interval: for a model with recurrent layers, keep a snapshot after every so many tokens of a
+            prompt too, rounded up to whole blocks, so that a prompt which leaves a cached one early resumes there; 0:
+            none. They are the first snapshots to be lost. None: so that a full KV cache has one for each slot of
+            ``state_snapshots``, but none that takes more memory than the blocks since the one before it. The log says
+            how many there are, and their memory.
         enable_prefix_caching: keep full blocks under their prefix hash and reuse them.
         async_scheduling: schedule each step while the one before is computed, so that a GPU does not wait for the
             host. A request with a grammar, beams, penalties, long bad words, a thinking budget or draft tokens takes
@@ -218,6 +223,7 @@ class EngineConfig:
     gpu_memory_utilization: Annotated[float, number(LEAST_FLOAT, 1.0, "in (0, 1]")] = 0.9
     typical_seq_len: Annotated[int | None, optional(integer(1))] = None
     state_snapshots: Annotated[int, integer(0)] = 2
+    state_snapshot_interval: Annotated[int | None, optional(integer(0))] = None
     enable_prefix_caching: Annotated[bool, flag] = True
     async_scheduling: Annotated[bool | None, optional(flag)] = None
     use_tqdm_on_load: Annotated[bool, flag] = True
@@ -291,5 +297,6 @@ class EngineInfo:
     windows: tuple[tuple[Window, int], ...] = ()  # the windows with pages of their own, and how many each has
     num_slots: int = 0  # for the states of sequences and their snapshots; 0: the model has no states
     num_snapshots: int = 0  # of these, slots that running sequences leave to snapshots
+    snapshot_interval: int = 0  # tokens of a prefill, whole blocks, after each of which a snapshot is kept; 0: none
     num_host_window_pages: tuple[int, ...] = ()  # of each window, pages of its host pool; empty: none
     num_host_slots: int = 0  # of the host pool of states

@@ -360,6 +360,7 @@ def _new_block_manager(config: EngineConfig, info: EngineInfo, *, record_events:
         windows=info.windows,
         num_slots=info.num_slots,
         num_snapshots=max(info.num_snapshots, info.num_slots - min(config.max_num_seqs, config.max_num_batched_tokens)),
+        snapshot_interval=info.snapshot_interval,
         num_host_window_pages=info.num_host_window_pages,
         num_host_slots=info.num_host_slots,
         enable_prefix_caching=config.enable_prefix_caching,

@@ -3,7 +3,8 @@
     python -m benchmarks.kv_memory.snapshot_hits --out benchmarks/results/snapshot_hits.json
 
 The first requests of Mooncake's conversation trace pass through the engine's own BlockManager, one after the other,
-with the sizes of Qwen3.5-9B's keys, values and states. The other figure is that of a model without states whose pool
+with the sizes of Qwen3.5-9B's keys, values and states: without snapshots within prompts, with those of the default
+interval, and with half as many tokens between them. The other figure is that of a model without states whose pool
 has as many blocks: all that is cached can be resumed.
 """
 
@@ -37,6 +38,7 @@ class Hits:
 
     Attributes:
         snapshot_gib: of the memory, what the slots take that are not for running sequences.
+        interval: tokens of a prefill after each of which a snapshot is kept; 0: none.
         hit_rate: share of the prompt tokens that were not computed.
         every_block: the same if every cached block could be resumed.
         share: the first of the second.
@@ -45,6 +47,7 @@ class Hits:
     memory_gib: float
     num_snapshots: int
     snapshot_gib: float
+    interval: int
     hit_rate: float
     every_block: float
     share: float
@@ -98,8 +101,8 @@ def _sequence(arrival: int, prompt: list[int]) -> Sequence:
     return group.sequences[0]
 
 
-def measure(memory: int, path: Path, num_snapshots: int = 2) -> Hits:
-    """Replay the trace with and without states."""
+def measure(memory: int, path: Path, num_snapshots: int = 2) -> Iterator[Hits]:
+    """Replay the trace without states, then with them and snapshots at several intervals."""
     sizes = PageSizes.of(qwen3_5_9b(), BLOCK_SIZE, ELEMENT_SIZE)
     pools = sizes.divide(
         memory,
@@ -109,21 +112,30 @@ def measure(memory: int, path: Path, num_snapshots: int = 2) -> Hits:
         max_step_tokens=STEP_TOKENS,
         num_snapshots=num_snapshots,
     )
-    with_states = hit_rate(_blocks(pools), path)
-    every_block = hit_rate(_blocks(PoolSizes(pools.num_blocks)), path)
+    every_block = hit_rate(_blocks(PoolSizes(pools.num_blocks), 0), path)
     num_spare = pools.num_slots * num_snapshots // (1 + num_snapshots)
-    return Hits(
-        memory_gib=memory / 2**30,
-        num_snapshots=num_spare,
-        snapshot_gib=num_spare * sizes.slot / 2**30,
-        hit_rate=with_states,
-        every_block=every_block,
-        share=with_states / every_block,
+    default = sizes.snapshot_interval(pools, None)
+    for interval in (0, default, sizes.snapshot_interval(pools, default // 2)):
+        with_states = hit_rate(_blocks(pools, interval), path)
+        yield Hits(
+            memory_gib=memory / 2**30,
+            num_snapshots=num_spare,
+            snapshot_gib=num_spare * sizes.slot / 2**30,
+            interval=interval,
+            hit_rate=with_states,
+            every_block=every_block,
+            share=with_states / every_block,
+        )
+
+
+def _blocks(pools: PoolSizes, interval: int) -> BlockManager:
+    return BlockManager(
+        pools.num_blocks,
+        BLOCK_SIZE,
+        num_slots=pools.num_slots,
+        num_snapshots=pools.num_snapshots,
+        snapshot_interval=interval,
     )
-
-
-def _blocks(pools: PoolSizes) -> BlockManager:
-    return BlockManager(pools.num_blocks, BLOCK_SIZE, num_slots=pools.num_slots, num_snapshots=pools.num_snapshots)
 
 
 def main() -> None:
@@ -134,8 +146,9 @@ def main() -> None:
     args = parser.parse_args()
     rows = []
     for memory in MEMORIES:
-        rows.append(measure(memory, args.trace))
-        print(json.dumps(asdict(rows[-1])), flush=True)
+        for row in measure(memory, args.trace):
+            rows.append(row)
+            print(json.dumps(asdict(row)), flush=True)
     if args.out:
         write_result(args.out, {"num_requests": NUM_REQUESTS, "hits": [asdict(row) for row in rows]})
 

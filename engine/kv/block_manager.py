@@ -50,6 +50,7 @@ class BlockManager:
         windows: each window with pages of its own, and the pages in its pool.
         num_slots: slots for the states of recurrent layers and their snapshots; 0: the model has no states.
         num_snapshots: of these, slots that running sequences leave to snapshots.
+        snapshot_interval: tokens of a prefill, whole blocks, after each of which a snapshot is kept; 0: none.
         num_host_window_pages: of each window, pages of its host pool; without them windows have none there.
         num_host_slots: slots of the host pool of states and snapshots.
         enable_prefix_caching: publish full blocks and match prefixes.
@@ -65,6 +66,7 @@ class BlockManager:
         windows: GenericSequence[tuple[Window, int]] = (),
         num_slots: int = 0,
         num_snapshots: int = 0,
+        snapshot_interval: int = 0,
         num_host_window_pages: GenericSequence[int] = (),
         num_host_slots: int = 0,
         enable_prefix_caching: bool = True,
@@ -83,7 +85,12 @@ class BlockManager:
         self.states = None
         if num_slots:
             self.states = StateSlots(
-                num_slots, num_snapshots, blocks, num_host_slots=num_host_slots, record_events=record_events
+                num_slots,
+                num_snapshots,
+                blocks,
+                interval=snapshot_interval,
+                num_host_slots=num_host_slots,
+                record_events=record_events,
             )
         self._attached: list[AttachedPages] = [window.attached for window in self.windows]
         if self.states is not None:

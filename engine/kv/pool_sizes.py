@@ -160,6 +160,21 @@ class PageSizes:
             num_blocks = (memory - self.num_bytes(PoolSizes(0, 0, pages, num_slots))) // self.block
         return replace(pools, num_host_blocks=num_blocks, num_host_window_pages=pages, num_host_slots=num_slots)
 
+    def snapshot_interval(self, pools: PoolSizes, wanted: int | None) -> int:
+        """Return every how many tokens of a prefill, whole blocks, a snapshot is kept; 0: none.
+
+        Args:
+            pools: of the device.
+            wanted: the configured number. None: a full cache has one for each slot of a snapshot, those lent to
+                sequences included, and none takes more memory than the blocks since the one before it.
+        """
+        if not pools.num_snapshots:
+            return 0
+        if wanted is not None:
+            return -(-wanted // self.block_size) * self.block_size
+        of_same_size = -(-self.slot // self.block) if self.block else 1
+        return max(-(-pools.num_blocks // (2 * pools.num_snapshots)), of_same_size) * self.block_size
+
     def _divide_evenly(self, memory: int, num_tokens: int, num_snapshots: int) -> PoolSizes:
         """Divide ``memory`` for one sequence or more, with as many pages of each window as blocks."""
         num_slots = 1 + num_snapshots if self.slot else 0

@@ -58,11 +58,11 @@ def plan_snapshots(
         if start % block_size == 0:
             states.keep(sequence, pool.blocks[sequence.block_table[start // block_size - 1]])
         return
-    last_full = (sequence.num_tokens - 1) // block_size * block_size
-    wanted = {last_full, sequence.num_chained_tokens}
+    likely = {(sequence.num_tokens - 1) // block_size * block_size, sequence.num_chained_tokens}
+    wanted = likely.union(states.interval_ends(start, num_tokens))
     for position in sorted(position for position in wanted if start < position <= num_tokens):
         if (block := chain.holder(sequence, position // block_size - 1)) is not None:
-            states.save(sequence, position, block)
+            states.save(sequence, position, block, is_likely=position in likely)
 
 
 def leave_snapshot(sequence: Sequence, states: StateSlots, chain: PrefixCache, pool: BlockPool) -> None:

@@ -69,6 +69,8 @@ class ModelRunner:
                 config.model, shard.hf_config, with_tokenizer=with_tokenizer
             )
             self.pools = self._allocate_cache()
+            wanted = config.state_snapshot_interval
+            self._snapshot_interval = shard.page_sizes.snapshot_interval(self.pools, wanted)
             self._planner = StepPlanner(
                 self.block_size,
                 *worker.block_tables.shape,
@@ -100,6 +102,7 @@ class ModelRunner:
             windows=tuple(zip(self.workers.local.kv_cache.windows, self.pools.num_window_pages, strict=True)),
             num_slots=self.pools.num_slots,
             num_snapshots=self.pools.num_snapshots,
+            snapshot_interval=self._snapshot_interval,
             num_host_window_pages=self.pools.num_host_window_pages,
             num_host_slots=self.pools.num_host_slots,
         )
@@ -201,6 +204,15 @@ class ModelRunner:
                 self.pools.num_slots,
                 cache.slots.bytes_per_page * ranks / 2**20,
                 self.pools.num_snapshots,
+            )
+        if interval := self._snapshot_interval:
+            count = self.pools.num_blocks * self.block_size // interval
+            logger.info(
+                "Recurrent layers: a snapshot every %s tokens of a prefill, %d for a full KV cache, in %.2f GiB of "
+                "these states",
+                f"{interval:,}",
+                count,
+                count * cache.slots.bytes_per_page * ranks / 2**30,
             )
         if self.pools.num_host_blocks:
             in_gib = sum(pool.num_host_bytes for pool in cache.pools) * ranks / 2**30

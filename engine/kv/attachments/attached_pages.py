@@ -96,11 +96,23 @@ class AttachedPages:
         self.by_block[block_id] = page
         self._on_changed(block_id)
 
-    def cache(self, block_id: int, page: Block) -> None:
-        """Let a page hang on a block that has none, without its user."""
+    def cache(self, block_id: int, page: Block, *, is_likely: bool = True) -> None:
+        """Let a page hang on a block that has none, without its user.
+
+        Args:
+            is_likely: a match is likely to resume with this page; if not, it is lost before all others, and not stored.
+        """
         self.hang(block_id, page)
         page.block_hash = block_id
         self.pages.release(page)
+        self.expect(page)
+        if not is_likely:
+            self._passed.add(page.block_id)
+            self.pages.expire(page)
+
+    def expect(self, page: Block) -> None:
+        """Expect that matches resume with this page."""
+        self._passed.discard(page.block_id)
 
     def release(self, block_id: int, *, is_passed: bool = False) -> None:
         """Remove a user of a block's page; without users it stays cached if the block is published.

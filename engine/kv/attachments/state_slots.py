@@ -10,7 +10,9 @@ has seen. Slots are in one of three states:
 
 Snapshots are large, so they are taken where they will be used: at the last full block of a prompt, where a prompt
 leaves a chain that others continue differently (as Marconi does, Pan et al., 2024), and at the last full block of an
-answer. The snapshot of an answer moves with it from block to block.
+answer. The snapshot of an answer moves with it from block to block. Further snapshots, one after every ``interval``
+tokens of a prefill, are for the first prompt that leaves a chain. Hardly a match resumes there, so they are lost before
+all others until one has.
 
 A prefill writes its snapshots while it computes: see ``saves``; they can be matched from the next step on. All others
 are copies, which are made before the step computes, as if all at the same time.
@@ -43,6 +45,7 @@ class _Save(NamedTuple):
     block: Block
     content_id: int
     slot: Block
+    is_likely: bool
 
 
 class Snapshots(AttachedPages):
@@ -70,6 +73,7 @@ class StateSlots:
         num_slots: slots in the pool.
         num_snapshots: of these, slots that running sequences leave to snapshots.
         blocks: the blocks on which snapshots hang.
+        interval: tokens of a prefill after each of which a snapshot is kept; 0: none.
         num_host_slots: slots of the host pool, for evicted snapshots and the states of swapped sequences.
         record_events: collect the changes of snapshots, for ``snapshots.events``.
 
@@ -77,6 +81,7 @@ class StateSlots:
         max_used: sequences that may have a slot at once. The other slots are for snapshots.
         snapshots: the slots that hang on blocks.
         slots: the states of the slots.
+        interval: as given.
         saves: the snapshots that this step's prefills write: of each sequence the number of tokens that each one has
             seen, and its slot.
     """
@@ -87,9 +92,11 @@ class StateSlots:
         num_snapshots: int,
         blocks: GenericSequence[Block],
         *,
+        interval: int = 0,
         num_host_slots: int = 0,
         record_events: bool = False,
     ) -> None:
+        self.interval = interval
         self.max_used = num_slots - num_snapshots
         self.snapshots = Snapshots(num_slots, blocks, num_host_slots, record=record_events)
         self.slots = self.snapshots.pages
@@ -121,6 +128,7 @@ class StateSlots:
 
     def _start_from(self, snapshot: Block, sequence: Sequence) -> None:
         """Give a sequence a copy of a snapshot, or the snapshot itself if no slot can be spared."""
+        self.snapshots.expect(snapshot)
         if not snapshot.ref_count and not self._can_spare(2):
             self.slots.retain(snapshot)
             assert snapshot.block_hash is not None
@@ -192,16 +200,28 @@ class StateSlots:
         """Whether the device or the store has the states after block ``index`` of a match."""
         return match.block_id(index) in self.snapshots.by_block or self.snapshots.stored(match, index) is not None
 
-    def save(self, sequence: Sequence, num_tokens: int, block: Block) -> None:
+    def interval_ends(self, start: int, end: int) -> range:
+        """Return the multiples of the interval after ``start`` and up to ``end``: tokens of a prefill."""
+        step = self.interval
+        return range(start + step - start % step, end + 1, step) if step else range(0)
+
+    def save(self, sequence: Sequence, num_tokens: int, block: Block, *, is_likely: bool) -> None:
         """Let this step, which computes them, keep the state after the first ``num_tokens`` tokens, on ``block``.
 
         Nothing is kept if running sequences may need all slots.
+
+        Args:
+            is_likely: as ``AttachedPages.cache`` takes it.
         """
-        if self.snapshots.by_block.get(block.block_id) is not None or not self._can_spare(1):
+        if (there := self.snapshots.by_block.get(block.block_id)) is not None:
+            if is_likely:
+                self.snapshots.expect(there)
+            return
+        if not self._can_spare(1):
             return
         slot = self.snapshots.take()
         self.saves.setdefault(sequence, []).append((num_tokens, slot.block_id))
-        self._saved.append(_Save(block, block.content_id, slot))
+        self._saved.append(_Save(block, block.content_id, slot, is_likely))
 
     def keep(self, sequence: Sequence, block: Block) -> None:
         """Keep the state of a sequence, which has just computed the last token of ``block``, instead of its last one.
@@ -235,9 +255,9 @@ class StateSlots:
         for slot in self._held:
             self.slots.release(slot)
         self._held.clear()
-        for block, content_id, slot in self._saved:
+        for block, content_id, slot, is_likely in self._saved:
             if block.content_id == content_id and self.snapshots.by_block.get(block.block_id) is None:
-                self.snapshots.cache(block.block_id, slot)
+                self.snapshots.cache(block.block_id, slot, is_likely=is_likely)
             else:
                 self.slots.release(slot)
         self._saved.clear()

@@ -56,6 +56,18 @@ def test_no_more_than_the_sequences_of_a_batch_is_taken() -> None:
     assert pools == PoolSizes(2000, 0, (304,), 0, 0)
 
 
+@pytest.mark.parametrize(
+    ("wanted", "num_snapshots", "interval"),
+    [(None, 15, 64), (None, 50, 32), (None, 0, 0), (0, 15, 0), (1, 15, 16), (48, 15, 48), (50, 15, 64)],
+)
+def test_a_full_cache_has_a_snapshot_within_prompts_for_each_slot_of_one(
+    wanted: int | None, num_snapshots: int, interval: int
+) -> None:
+    sizes = PageSizes(block=1024, windows=(), slot=1100, block_size=16)
+    pools = PoolSizes(100, num_slots=200, num_snapshots=num_snapshots)
+    assert sizes.snapshot_interval(pools, wanted) == interval
+
+
 @pytest.mark.parametrize("max_num_seqs", [1, 4])
 def test_few_sequences_may_be_as_long_as_the_model_allows(max_num_seqs: int) -> None:
     sizes = sizes_of(FULL, WINDOW, STATE)

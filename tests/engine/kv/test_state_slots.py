@@ -59,6 +59,38 @@ def test_prompts_part_with_windows_too() -> None:
     assert resumed == [0, 0, 12, 12]
 
 
+@pytest.mark.parametrize("budget", [3, 8, 64])
+def test_the_first_prompt_that_parts_resumes_at_a_multiple_of_the_interval(budget: int) -> None:
+    engine, runner = make(max_num_batched_tokens=budget, snapshot_interval=8)
+    first = list(range(30))
+    assert ask(engine, "first", first)[0] == 0
+    assert runner.num_copied["saved state"] == 4  # after 8, 16, 24 and 28 tokens
+    parted = [*first[:22], 60, 61, 62]
+    assert ask(engine, "parted", parted, max_tokens=3) == (16, runner.answer(parted, 3))
+
+
+def test_a_snapshot_within_a_prompt_is_lost_before_all_others_until_a_prompt_resumes_there() -> None:
+    engine, _ = make(num_slots=5, max_num_seqs=1, snapshot_interval=8)  # four are left to snapshots
+    first = list(range(22))
+    ask(engine, "first", first)  # leaves some after 8, 16 and 20 tokens
+    assert ask(engine, "hit", [*first[:10], 60])[0] == 8
+    for start in (30, 40):
+        ask(engine, str(start), list(range(start, start + 6)))  # each leaves one
+    resumed = [ask(engine, f"again {length}", first[:length])[0] for length in (22, 18, 10)]
+    assert resumed == [20, 8, 8]
+
+
+def test_a_snapshot_within_a_prompt_goes_to_the_host_only_if_a_prompt_has_resumed_there() -> None:
+    engine, _ = make(num_slots=5, max_num_seqs=1, snapshot_interval=8, num_host_blocks=20, num_host_slots=9)
+    first = list(range(22))
+    ask(engine, "first", first)  # leaves some after 8, 16 and 20 tokens
+    ask(engine, "hit", [*first[:10], 60])  # resumes after 8
+    for start in (30, 37, 44, 51):
+        ask(engine, str(start), list(range(start, start + 6)))  # each leaves one, and four are left to snapshots
+    resumed = [ask(engine, f"again {length}", first[:length])[0] for length in (18, 22)]
+    assert resumed == [8, 20]
+
+
 def test_a_batch_of_one_leaves_the_other_slots_to_snapshots() -> None:
     engine, _ = make(num_slots=2, max_num_seqs=1)
     assert [ask(engine, str(index), list(range(10)))[0] for index in range(3)] == [0, 8, 8]

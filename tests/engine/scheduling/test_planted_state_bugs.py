@@ -25,9 +25,9 @@ OPTIONS = {"num_slots": 12, "num_host_blocks": 0}
 def test_a_snapshot_that_is_taken_one_token_late_is_detected() -> None:
     save = StateSlots.save
 
-    def save_late(states: StateSlots, sequence: Sequence, num_tokens: int, block: Block) -> None:
+    def save_late(states: StateSlots, sequence: Sequence, num_tokens: int, block: Block, *, is_likely: bool) -> None:
         late = min(num_tokens + 1, sequence.num_tokens)
-        save(states, sequence, late, block)
+        save(states, sequence, late, block, is_likely=is_likely)
 
     assert_found(lambda patch: patch.setattr(StateSlots, "save", save_late), FOREIGN + "|outside the step", **OPTIONS)
 

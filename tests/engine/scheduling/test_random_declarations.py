@@ -79,6 +79,7 @@ def options_of_all_kinds(seed: int) -> dict[str, object]:
             rng.choice([1, 2, 3, 6, 12, 40]),
             rng.choice([0, 1, 4, 12, 40]),
         )
+        options["snapshot_interval"] = rng.choice([0, 8, 16])
     return options
 
 
@@ -100,7 +101,7 @@ def test_random_steps_with_windows(seeds: range, options: dict[str, object]) -> 
 @pytest.mark.parametrize("num_slots", [1, 2, 3, 6, 12, 40])
 def test_random_steps_with_states(num_slots: int) -> None:
     for seed in range(2):
-        drive(seed, num_slots=num_slots, num_host_blocks=0)
+        drive(seed, num_slots=num_slots, num_host_blocks=0, snapshot_interval=8 * seed)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +113,14 @@ def test_random_steps_with_states(num_slots: int) -> None:
 )
 def test_many_random_steps_with_states(first_seed: int, num_steps: int) -> None:
     for num_slots in (3, 12):
-        drive_seeds(first_seed, num_steps // 2, LEAST_WITH_STATES, num_slots=num_slots, num_host_blocks=0)
+        drive_seeds(
+            first_seed,
+            num_steps // 2,
+            LEAST_WITH_STATES,
+            num_slots=num_slots,
+            num_host_blocks=0,
+            snapshot_interval=8 * (num_slots > 3),
+        )
 
 
 @pytest.mark.parametrize("num_slots", [1, 3, 12])

@@ -59,6 +59,7 @@ def check(
         enable_prefix_caching=caching,
         swap_space_gib=swap_space_gib,
         num_blocks=pool_tokens // block_size,
+        state_snapshot_interval=0,  # so many hits would leave no request to preempt
         typical_seq_len=PROMPT_TOKENS + MAX_TOKENS,  # of each window there are pages for all prompts, also on the host
     )
     activity = Activity(llm)

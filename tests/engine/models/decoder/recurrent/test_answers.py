@@ -45,6 +45,23 @@ def test_greedy_tokens_in_every_setting(saved: Callable[[str], Saved], name: str
         greedy_answers.check(saved(name).path, setting, expected, model_impl="pagoda")
 
 
+def test_the_first_prompt_that_parts_resumes_within_the_other(
+    saved: Callable[[str], Saved], caplog: pytest.LogCaptureFixture
+) -> None:
+    rng = random.Random(8)
+    params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
+    first = random_tokens(rng, 70)
+    parted = [*first[:60], *random_tokens(rng, 5)]
+    expected = answers(run(make_llm(saved("lfm2").path), [parted], params))
+    with caplog.at_level("INFO"):
+        llm = make_llm(saved("lfm2").path, block_size=8, num_blocks=80, state_snapshot_interval=10)
+    assert "a snapshot every 16 tokens of a prefill, 40 for a full KV cache, in 0.00 GiB of these states" in caplog.text
+    run(llm, [first], params)
+    output = run(llm, [parted], params)
+    assert output[0].num_cached_tokens == 48
+    assert answers(output) == expected
+
+
 @pytest.mark.parametrize("name", few("lfm2", "qwen3.5", "mamba2", long=("kimi-linear", "falcon-h1")))
 def test_a_long_conversation_resumes_at_snapshots(saved: Callable[[str], Saved], name: str) -> None:
     """Prompts of several of transformers' chunks: the second follows an answer, the third leaves the first early."""

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compile
 # Slots for the snapshots of all prompts, on the device where every prompt is found in the cache again, or on the host.
 MORE_SLOTS: dict[str, dict[str, Any]] = {
     "warm": {"state_snapshots": 24, "kv_cache_memory": "512MiB"},
+    "chunks of 17": {"state_snapshot_interval": 1},  # one after each block
     "evicted to the host": {"swap_space_gib": 0.5},
 }
 FEW_SETTINGS = ("chunks of 17", "all at once, shared", "migrated, warm")
