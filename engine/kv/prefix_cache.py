@@ -151,9 +151,10 @@ class PrefixCache:
         block = self._by_hash.get(sequence.block_hashes[index])
         return block if block is not None and block.content_id == sequence.content_ids[index] else None
 
-    def is_on_device(self, block_hash: int | None) -> bool:
-        """Whether a block of the device is published under this hash."""
-        return block_hash in self._by_hash
+    def content_under(self, block_hash: int | None) -> int | None:
+        """Return the content id of the block of the device that is published under this hash."""
+        block = None if block_hash is None else self._by_hash.get(block_hash)
+        return None if block is None else block.content_id
 
     def is_cached(self, block_hash: int) -> bool:
         """Whether the device or the store holds a block with this hash."""

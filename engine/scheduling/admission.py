@@ -29,7 +29,8 @@ class _Blocked(NamedTuple):
 
     group: SequenceGroup
     num_released: int  # of the pool at that time
-    awaited_hash: int | None  # the block whose publication would reduce what the group needs
+    awaited_hash: int | None  # of the block whose publication would reduce what the group needs
+    content_id: int | None  # of what was published under that hash at that time, after another parent
 
 
 class Admission:
@@ -104,7 +105,8 @@ class Admission:
     def _block(self, group: SequenceGroup) -> None:
         """Remember that the pool of blocks has no room for a group."""
         awaited_hash = self._blocks.awaited_hash(group.unfinished[0])
-        self._blocked = _Blocked(group, self._blocks.pool.num_released, awaited_hash)
+        content_id = self._blocks.prefix_cache.content_under(awaited_hash)
+        self._blocked = _Blocked(group, self._blocks.pool.num_released, awaited_hash, content_id)
 
     def _is_still_blocked(self, group: SequenceGroup) -> bool:
         """Whether the pool had no room for the group and nothing has changed since.
@@ -114,7 +116,7 @@ class Admission:
         blocked = self._blocked
         if blocked is None or blocked.group is not group or blocked.num_released != self._blocks.pool.num_released:
             return False
-        return not self._blocks.prefix_cache.is_on_device(blocked.awaited_hash)
+        return self._blocks.prefix_cache.content_under(blocked.awaited_hash) == blocked.content_id
 
 
 class _BlockReserve:

@@ -9,6 +9,7 @@ from engine.kv.prefix_cache import PrefixCache, PrefixMatch
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
+from tests.engine.kv.test_block_manager import set_hash
 from tests.engine.scheduling.steps import add, make_step, step_sizes
 from tests.engine.shadow import make_engine, run_all_to_end, run_to_end
 
@@ -57,28 +58,46 @@ def test_a_blocked_request_is_tried_again_when_a_cached_block_that_it_shares_com
     assert [make_step(engine)[0] for _ in range(2)] == [["running"], ["running", "blocked"]]
 
 
-def test_a_request_that_waits_for_pages_of_a_window_is_not_matched_in_each_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its first chunk needs pages too; the running request frees some in each step, and takes others."""
-    num_matches = 0
+@pytest.fixture
+def matches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The request ids of all matches of prefixes so far."""
+    made: list[str] = []
     match = PrefixCache.match
 
-    def counting(cache: PrefixCache, sequence: Sequence) -> PrefixMatch:
-        nonlocal num_matches
-        num_matches += 1
+    def recording(cache: PrefixCache, sequence: Sequence) -> PrefixMatch:
+        made.append(sequence.request_id)
         return match(cache, sequence)
 
+    monkeypatch.setattr(PrefixCache, "match", recording)
+    return made
+
+
+def test_a_request_that_waits_for_pages_of_a_window_is_not_matched_in_each_step(matches: list[str]) -> None:
+    """Its first chunk needs pages too; the running request frees some in each step, and takes others."""
     engine, _ = make_engine(block_size=4, windows=((8, 11),), max_num_batched_tokens=32)
     add(engine, "running", 9, max_tokens=30)
     engine.step()
     add(engine, "waiting", 80, max_tokens=2, first=7)
-    monkeypatch.setattr(PrefixCache, "match", counting)
+    matches.clear()
     for _ in range(20):
         assert list(step_sizes(engine)) == ["running"]
-    assert num_matches == 0
+    assert not matches
     run_to_end(engine)
-    assert num_matches > 0
+    assert matches
+
+
+def test_a_blocked_request_is_not_matched_in_each_step_because_other_content_has_its_hash(
+    monkeypatch: pytest.MonkeyPatch, matches: list[str]
+) -> None:
+    set_hash(monkeypatch, lambda packed: 42)
+    engine, _ = make_engine(num_blocks=10, block_size=16, max_model_len=160)
+    add(engine, "running", 129, max_tokens=12)
+    engine.step()
+    add(engine, "waiting", 100, max_tokens=2, first=7)
+    for _ in range(8):
+        assert list(step_sizes(engine)) == ["running"]
+    assert matches.count("waiting") == 2  # when it did not fit, and for the hash that it awaits
+    run_to_end(engine)
 
 
 @pytest.mark.parametrize(("length", "starts"), [(98 * 4, True), (99 * 4, False)])
