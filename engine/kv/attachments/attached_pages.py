@@ -79,6 +79,11 @@ class AttachedPages:
         self.store.load(stored, page.block_id)
         return page
 
+    @property
+    def has_room_for_unlikely(self) -> bool:
+        """Whether ``take`` needs no page with which a match is likely to resume."""
+        return not self.pages.must_evict or self.pages.least_recently_used.block_id in self._passed
+
     # --- use ----------------------------------------------------------------------------------------------------
 
     def take(self) -> Block:

@@ -14,7 +14,7 @@ answer. The snapshot of an answer moves with it from block to block. Further sna
 tokens of a prefill, are for the first prompt that leaves a chain. Hardly a match resumes there, so they are lost before
 all others until one has.
 
-A prefill writes its snapshots while it computes: see ``saves``; they can be matched from the next step on. All others
+A prefill writes its snapshots while it computes; they can be matched from the next step on. All others
 are copies, which are made before the step computes, as if all at the same time.
 
 A snapshot that is lost for another one, or with its block, goes to the host pool. A sequence that resumes there gets it
@@ -42,6 +42,8 @@ __all__ = ["StateSlots"]
 class _Save(NamedTuple):
     """A snapshot that this step's prefill writes, to hang on a block if that holds the same content then."""
 
+    sequence: Sequence
+    num_tokens: int
     block: Block
     content_id: int
     slot: Block
@@ -82,8 +84,6 @@ class StateSlots:
         snapshots: the slots that hang on blocks.
         slots: the states of the slots.
         interval: as given.
-        saves: the snapshots that this step's prefills write: of each sequence the number of tokens that each one has
-            seen, and its slot.
     """
 
     def __init__(
@@ -100,12 +100,11 @@ class StateSlots:
         self.max_used = num_slots - num_snapshots
         self.snapshots = Snapshots(num_slots, blocks, num_host_slots, record=record_events)
         self.slots = self.snapshots.pages
-        self.saves: dict[Sequence, list[tuple[int, int]]] = {}
         self._num_used = 0
         self._num_kept = 0
         self._held: list[Block] = []  # sources of this step's copies, until they are made
         self._backups: dict[Sequence, Block] = {}  # of sequences whose step computes draft tokens
-        self._saved: list[_Save] = []
+        self._saves: list[_Save] = []  # what this step's prefills write
 
     # --- running sequences --------------------------------------------------------------------------------------
 
@@ -151,11 +150,8 @@ class StateSlots:
         if sequence.state_slot < 0:
             return
         self._num_used -= 1
-        dropped = {slot_id for _, slot_id in self.saves.pop(sequence, ())}
-        for save in self._saved:
-            if save.slot.block_id in dropped:
-                self.slots.release(save.slot)
-        self._saved = [save for save in self._saved if save.slot.block_id not in dropped]
+        for save in [save for save in self._saves if save.sequence is sequence]:
+            self._drop(save)
         if (backup := self._backups.pop(sequence, None)) is not None:
             self.snapshots.copies.pop(backup.block_id, None)
             self.slots.release(backup)
@@ -217,11 +213,9 @@ class StateSlots:
             if is_likely:
                 self.snapshots.expect(there)
             return
-        if not self._can_spare(1):
-            return
-        slot = self.snapshots.take()
-        self.saves.setdefault(sequence, []).append((num_tokens, slot.block_id))
-        self._saved.append(_Save(block, block.content_id, slot, is_likely))
+        if self._can_spare(1) if is_likely else self._num_spare and self.snapshots.has_room_for_unlikely:
+            slot = self.snapshots.take()
+            self._saves.append(_Save(sequence, num_tokens, block, block.content_id, slot, is_likely))
 
     def keep(self, sequence: Sequence, block: Block) -> None:
         """Keep the state of a sequence, which has just computed the last token of ``block``, instead of its last one.
@@ -249,23 +243,39 @@ class StateSlots:
     # --- a step -------------------------------------------------------------------------------------------------
 
     def take_copies(self) -> tuple[PageCopies, dict[Sequence, list[tuple[int, int]]]]:
-        """Return the step's copies and its saves; the next step can match what it saves."""
+        """Return the step's copies, and the snapshots that its prefills write; the next step can match those.
+
+        They are given by sequence: how many of its tokens each one has seen, ascending, and its slot.
+        """
         copies = self.snapshots.take_copies()
-        saves, self.saves = self.saves, {}
+        saves: dict[Sequence, list[tuple[int, int]]] = {}
         for slot in self._held:
             self.slots.release(slot)
         self._held.clear()
-        for block, content_id, slot, is_likely in self._saved:
+        for sequence, num_tokens, block, content_id, slot, is_likely in self._saves:
+            saves.setdefault(sequence, []).append((num_tokens, slot.block_id))
             if block.content_id == content_id and self.snapshots.by_block.get(block.block_id) is None:
                 self.snapshots.cache(block.block_id, slot, is_likely=is_likely)
             else:
                 self.slots.release(slot)
-        self._saved.clear()
+        self._saves.clear()
         return copies, saves
 
+    @property
+    def _num_spare(self) -> int:
+        """Slots that can be taken for other ends than to start the sequences that may still start."""
+        return max(0, self.slots.num_free - (self.max_used - self._num_used))
+
     def _can_spare(self, count: int) -> bool:
-        """Whether ``count`` slots can be taken for other ends than to start the sequences that may still start."""
-        return self.slots.num_free - count >= self.max_used - self._num_used
+        """Whether ``count`` slots can be spared; unlikely snapshots that this step writes are given up first."""
+        while self._num_spare < count and (unlikely := [save for save in self._saves if not save.is_likely]):
+            self._drop(unlikely[-1])
+        return self._num_spare >= count
+
+    def _drop(self, save: _Save) -> None:
+        """Write a snapshot of this step no more."""
+        self._saves.remove(save)
+        self.slots.release(save.slot)
 
     def check_integrity(self, sequences: Collection[Sequence], block_ids: Collection[int]) -> None:
         """Assert that each slot is in one state.
@@ -279,7 +289,7 @@ class StateSlots:
         assert not users or max(users.values()) == 1, "two sequences have one slot"
         kept = Counter(slot.block_id for slot in (*self._held, *self._backups.values()))
         self.slots.check_integrity(users + kept)
-        assert not self._saved, "saves of a step are left"
+        assert not self._saves, "saves of a step are left"
         assert self._backups.keys() <= set(sequences), "a state from before a step is left"
         assert self.snapshots.copies.keys() <= users.keys(), "copies of a step are left"
         self.snapshots.check_integrity(block_ids)

@@ -91,6 +91,24 @@ def test_a_snapshot_within_a_prompt_goes_to_the_host_only_if_a_prompt_has_resume
     assert resumed == [8, 20]
 
 
+def test_snapshots_within_prompts_give_way_to_those_of_the_same_step_that_are_likely() -> None:
+    engine, runner = make(num_slots=6, max_num_seqs=2, snapshot_interval=4)  # four are left to snapshots
+    for name, start in (("first", 0), ("second", 30)):
+        params = SamplingParams(temperature=0, max_tokens=1)
+        engine.add_request(EngineRequest(name, list(range(start, start + 30)), params))
+    run_to_end(engine)
+    assert runner.num_copied["saved state"] == 4
+    assert [ask(engine, str(start), list(range(start, start + 30)))[0] for start in (0, 30)] == [28, 28]
+
+
+def test_a_snapshot_within_a_prompt_takes_no_slot_from_a_likely_one() -> None:
+    engine, _ = make(num_slots=5, max_num_seqs=1, snapshot_interval=4)  # four are left to snapshots
+    for start in (0, 10, 20, 30):
+        ask(engine, str(start), list(range(start, start + 6)))  # each leaves one
+    ask(engine, "long", list(range(30, 60)))
+    assert [ask(engine, f"again {start}", list(range(start, start + 6)))[0] for start in (10, 20, 30)] == [4, 4, 4]
+
+
 def test_a_batch_of_one_leaves_the_other_slots_to_snapshots() -> None:
     engine, _ = make(num_slots=2, max_num_seqs=1)
     assert [ask(engine, str(index), list(range(10)))[0] for index in range(3)] == [0, 8, 8]
