@@ -4,7 +4,7 @@
     python -m benchmarks.checkpoints DIR --shape qwen3-moe-3b  # 80 experts, 8 for each token, 6 GB
     python -m benchmarks.checkpoints DIR --shape qwen3.5-0.8b  # Gated DeltaNet, 1.5 GB
     python -m benchmarks.checkpoints DIR --shape gemma-4-e2b   # shared keys and values, embeddings of layers, 9 GB
-    python -m benchmarks.checkpoints DIR --shape glm-4.7-flash-6  # latent attention, 6 of its 47 layers, 7.5 GB
+    python -m benchmarks.checkpoints DIR --shape glm-4.7-flash-6  # latent attention, 6 of its 47 layers, 7.8 GB
     python -m benchmarks.checkpoints DIR --shape tiny       # to try out a benchmark
 
 Weights are N(0, 0.02) with a fixed seed. Speed does not depend on what the weights are; answers are noise. The

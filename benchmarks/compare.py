@@ -37,7 +37,7 @@ from benchmarks.workloads import load as load_workload
 __all__ = ["PEERS", "Contestant", "compare", "main", "parse_peer", "parse_results", "summarize", "table"]
 
 OURS = "pagoda"
-DEFAULT = ("w1", "w16", "wshare")
+DEFAULT_WORKLOADS = ("w1", "w16", "wshare")
 PEERS = ("vllm", "openvino", "llamacpp")
 TIMEOUT_S = 1800.0  # for one process; some peers compile for minutes
 ROOT = Path(__file__).resolve().parent.parent
@@ -156,7 +156,7 @@ def table(summary: dict[str, dict[str, dict[str, Any]]], limits: dict[str, float
 def main(arguments: list[str] | None = None) -> None:
     """Measure, print the table, and write JSON to ``--out``."""
     parser = argparse.ArgumentParser(description="Our engine beside its peers.")
-    parser.add_argument("workloads", nargs="*", help=f"names or files; default: {' '.join(DEFAULT)}")
+    parser.add_argument("workloads", nargs="*", help=f"names or files; default: {' '.join(DEFAULT_WORKLOADS)}")
     add_engine_arguments(parser)
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON[,MODEL]", help=" | ".join(PEERS))
     parser.add_argument("--int8", action="store_true", help="run Pagoda with int8 weights as well")
@@ -165,7 +165,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     try:
-        workloads = [load_workload(item) for item in options.workloads or DEFAULT]
+        workloads = [load_workload(item) for item in options.workloads or DEFAULT_WORKLOADS]
         contestants = [_ours(options), *(parse_peer(item, options.model) for item in options.peer)]
         if options.int8:
             contestants.insert(1, Contestant("pagoda int8", [*_ours(options).command, "--quantization", "int8"]))

@@ -27,6 +27,7 @@ from benchmarks.result_file import write_result
 from benchmarks.workloads import VOCABULARY
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.errors import ModelLoadError
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 
@@ -58,7 +59,7 @@ def measure(
         num_tokens: tokens of the answer; the first one gives TTFT.
         reads: what a token reads.
         weight_bytes: bytes of one weight.
-        element_bytes: bytes of one number of the keys and values.
+        element_bytes: bytes of one element of the keys and values.
     """
     rng = random.Random(context)
     seconds = _step_seconds(engine, [rng.randrange(*VOCABULARY) for _ in range(context)], num_tokens)
@@ -104,9 +105,12 @@ def main(arguments: list[str] | None = None) -> None:
         chosen = engine_options(options)
     except ValueError as error:
         parser.error(str(error))
+    try:
+        reads = TokenReads.of(options.model)
+    except ModelLoadError as error:
+        parser.error(str(error))
     engine = Engine.from_config(EngineConfig.from_options(options.model, chosen))
     _step_seconds(engine, WARM_UP_PROMPT, WARM_UP_TOKENS)
-    reads = TokenReads.of(options.model)
     element_bytes = getattr(torch, engine.info.dtype).itemsize
     weight_bytes = 1 if options.quantization == "int8" else element_bytes
     results = []

@@ -166,11 +166,10 @@ class EngineConfig:
         state_snapshots: for a model with recurrent layers, snapshots of states for each sequence that can run, at which
             the prefixes of later prompts resume; 0: none, so that no prefix is reused (1 with ``speculative_config``).
             A snapshot takes as much memory as a running sequence's states, which the log says.
-        state_snapshot_interval: for a model with recurrent layers, keep a snapshot after every so many tokens of a
-            prompt too, rounded up to whole blocks, so that a prompt which leaves a cached one early resumes there; 0:
-            none. They are the first snapshots to be lost. None: so that a full KV cache has one for each slot of
-            ``state_snapshots``, but none that takes more memory than the blocks since the one before it. The log says
-            how many there are, and their memory.
+        state_snapshot_interval: for a model with recurrent layers, tokens between two snapshots within a prompt,
+            rounded up to whole blocks, at which the first prompt that leaves a cached one early resumes; 0: none. They
+            are the first snapshots to be lost. None: a full KV cache has two for each slot that is left to snapshots,
+            and none takes more memory than the blocks since the one before it. The log has the number.
         enable_prefix_caching: keep full blocks under their prefix hash and reuse them.
         async_scheduling: schedule each step while the one before is computed, so that a GPU does not wait for the
             host. A request with a grammar, beams, penalties, long bad words, a thinking budget or draft tokens takes

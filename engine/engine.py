@@ -359,7 +359,7 @@ def _new_block_manager(config: EngineConfig, info: EngineInfo, *, record_events:
         num_host_blocks=info.num_host_blocks,
         windows=info.windows,
         num_slots=info.num_slots,
-        num_snapshots=max(info.num_snapshots, info.num_slots - min(config.max_num_seqs, config.max_num_batched_tokens)),
+        num_snapshots=info.num_snapshots,
         snapshot_interval=info.snapshot_interval,
         num_host_window_pages=info.num_host_window_pages,
         num_host_slots=info.num_host_slots,

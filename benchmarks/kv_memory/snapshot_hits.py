@@ -4,7 +4,7 @@
 
 The first requests of Mooncake's conversation trace pass through the engine's own BlockManager, one after the other,
 with the sizes of Qwen3.5-9B's keys, values and states: without snapshots within prompts, with those of the default
-interval, and with half as many tokens between them. The other figure is that of a model without states whose pool
+interval, and with about twice as many. The other figure is that of a model without states whose pool
 has as many blocks: all that is cached can be resumed.
 """
 

@@ -16,6 +16,7 @@ from kernels.attention.window import most_keys
 __all__ = ["TokenReads"]
 
 _LOOKED_UP = ("embed_tokens_per_layer.weight",)  # of which a token reads one row
+_EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight")  # looked up too, where the head has weights of its own
 _ROUTED = re.compile(r"\.experts\.")  # not the shared ones
 
 
@@ -24,7 +25,7 @@ class TokenReads:
     """What one token reads.
 
     Attributes:
-        weights: numbers; the head is read once, whether it is the embedding or not, and of experts the chosen ones.
+        weights: elements; the head is read once, whether it is the embedding or not, and of experts the chosen ones.
         caches: what the layers cache; one that shares the keys and values of another reads those again.
     """
 
@@ -43,7 +44,7 @@ class TokenReads:
         share = 1.0 if experts is None else experts.experts_per_token / experts.num_experts
         with open_checkpoint(path) as checkpoint:
             names = checkpoint.names
-            unread = (*_LOOKED_UP, "embed_tokens.weight") if _has_head(names) else _LOOKED_UP
+            unread = _LOOKED_UP + _EMBEDDINGS if _has_head(names) else _LOOKED_UP
             weights = sum(
                 math.prod(checkpoint.shape_of(name)) * (share if _ROUTED.search(name) else 1.0)
                 for name in names
@@ -57,14 +58,14 @@ class TokenReads:
         Args:
             context: tokens.
             weight_bytes: of one weight.
-            element_bytes: of one number in the caches of tokens; states are float32.
+            element_bytes: of one element in the caches of tokens; states are float32.
         """
         layers = [self.caches[layer.index] if isinstance(layer, SharedWith) else layer for layer in self.caches]
-        kept = sum(_numbers_at(layer, context) for layer in layers if not isinstance(layer, State | SharedWith))
-        return self.weights * weight_bytes + kept * element_bytes + bytes_per_state(self.caches)
+        elements = sum(_elements_at(layer, context) for layer in layers if not isinstance(layer, State | SharedWith))
+        return self.weights * weight_bytes + elements * element_bytes + bytes_per_state(self.caches)
 
 
-def _numbers_at(layer: TokenCache, context: int) -> int:
+def _elements_at(layer: TokenCache, context: int) -> int:
     return layer.elements_per_token * (context if layer.window is None else min(context, most_keys(layer.window)))
 
 

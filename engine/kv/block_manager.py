@@ -72,6 +72,7 @@ class BlockManager:
         enable_prefix_caching: bool = True,
         record_events: bool = False,
     ) -> None:
+        assert snapshot_interval % block_size == 0, "snapshots hang on whole blocks"
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.pool = BlockPool(num_blocks)
@@ -143,7 +144,10 @@ class BlockManager:
             window.hold(match)
         if self.states is not None:
             self.states.hold(match, num_resumed_blocks)
-        loaded = [*map(self.prefix_cache.load, match.pages, self.prefix_cache.take_blocks(len(match.pages)))]
+        loaded = [
+            self.prefix_cache.load(page, block)
+            for page, block in zip(match.pages, self.prefix_cache.take_blocks(len(match.pages)), strict=True)
+        ]
         for block in (*match.blocks, *loaded):
             sequence.block_table.append(block.block_id)
             sequence.content_ids.append(block.content_id)
@@ -177,8 +181,8 @@ class BlockManager:
             sequence.cache_epoch = self.prefix_cache.epoch
         copy = None if sequence.is_single else self._unshare(sequence)
         table, size, num_held = sequence.block_table, self.block_size, len(sequence.block_table)
-        if (num_missing := self.num_blocks_for(num_tokens) - num_held) > 0:
-            table.extend(block.block_id for block in self.prefix_cache.take_blocks(num_missing))
+        missing = self.num_blocks_for(num_tokens) - num_held
+        table.extend(block.block_id for block in self.prefix_cache.take_blocks(missing))
         for window in self.windows:
             window.grow(sequence, num_held)
         if self.enable_prefix_caching:

@@ -76,7 +76,10 @@ class EventLog:
     """Collects events in order.
 
     Args:
-        enabled: False: ``record`` does nothing. Where a step has thousands, it is not even called.
+        enabled: False: ``record`` does nothing.
+
+    Attributes:
+        enabled: as given; who records thousands of events in a step asks before making one.
     """
 
     def __init__(self, *, enabled: bool) -> None:

@@ -160,20 +160,20 @@ class PageSizes:
             num_blocks = (memory - self.num_bytes(PoolSizes(0, 0, pages, num_slots))) // self.block
         return replace(pools, num_host_blocks=num_blocks, num_host_window_pages=pages, num_host_slots=num_slots)
 
-    def snapshot_interval(self, pools: PoolSizes, wanted: int | None) -> int:
-        """Return every how many tokens of a prefill, whole blocks, a snapshot is kept; 0: none.
+    def snapshot_interval(self, pools: PoolSizes, configured: int | None) -> int:
+        """Return the tokens between two snapshots of a prefill, whole blocks; 0: none are kept.
 
         Args:
             pools: of the device.
-            wanted: the configured number. None: a full cache has one for each slot of a snapshot, those lent to
-                sequences included, and none takes more memory than the blocks since the one before it.
+            configured: tokens. None: a full cache has two snapshots for each slot that is left to them, and none takes
+                more memory than the blocks since the one before it.
         """
         if not pools.num_snapshots:
             return 0
-        if wanted is not None:
-            return -(-wanted // self.block_size) * self.block_size
-        of_same_size = -(-self.slot // self.block) if self.block else 1
-        return max(-(-pools.num_blocks // (2 * pools.num_snapshots)), of_same_size) * self.block_size
+        if configured is not None:
+            return -(-configured // self.block_size) * self.block_size
+        blocks_per_slot = -(-self.slot // self.block) if self.block else 1
+        return max(-(-pools.num_blocks // (2 * pools.num_snapshots)), blocks_per_slot) * self.block_size
 
     def _divide_evenly(self, memory: int, num_tokens: int, num_snapshots: int) -> PoolSizes:
         """Divide ``memory`` for one sequence or more, with as many pages of each window as blocks."""

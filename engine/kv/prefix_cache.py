@@ -217,7 +217,7 @@ class PrefixCache:
         return block
 
     def take_blocks(self, count: int) -> list[Block]:
-        """Allocate blocks; where all free blocks are cached, as many as needed are evicted."""
+        """Allocate ``count`` blocks, none if that is negative; where all free ones are cached, they are evicted."""
         for _ in range(count - self._pool.num_uncached):
             self._evict()
         take = self._pool.take

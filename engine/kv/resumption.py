@@ -59,7 +59,7 @@ def plan_snapshots(
             states.keep(sequence, pool.blocks[sequence.block_table[start // block_size - 1]])
         return
     likely = {(sequence.num_tokens - 1) // block_size * block_size, sequence.num_chained_tokens}
-    wanted = likely.union(states.interval_ends(start, num_tokens))
+    wanted = likely.union(states.positions_within(start, num_tokens))
     for position in sorted(position for position in wanted if start < position <= num_tokens):
         if (block := chain.holder(sequence, position // block_size - 1)) is not None:
             states.save(sequence, position, block, is_likely=position in likely)

@@ -30,7 +30,7 @@ class _Blocked(NamedTuple):
     group: SequenceGroup
     num_released: int  # of the pool at that time
     awaited_hash: int | None  # of the block whose publication would reduce what the group needs
-    content_id: int | None  # of what was published under that hash at that time, after another parent
+    content_id: int | None  # of the other content that had this hash then; None: nothing had it
 
 
 class Admission:

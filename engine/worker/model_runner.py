@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from itertools import chain, islice, takewhile
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -69,8 +70,10 @@ class ModelRunner:
                 config.model, shard.hf_config, with_tokenizer=with_tokenizer
             )
             self.pools = self._allocate_cache()
-            wanted = config.state_snapshot_interval
-            self._snapshot_interval = shard.page_sizes.snapshot_interval(self.pools, wanted)
+            self._snapshot_interval = 0
+            if config.enable_prefix_caching:
+                interval = config.state_snapshot_interval
+                self._snapshot_interval = shard.page_sizes.snapshot_interval(self.pools, interval)
             self._planner = StepPlanner(
                 self.block_size,
                 *worker.block_tables.shape,
@@ -179,6 +182,8 @@ class ModelRunner:
             pools = smallest(self.workers.call("measure_pools"))
         if pools.num_blocks * self.block_size < 2:
             raise ConfigError("num_blocks=1 of block_size=1 holds no prompt with an answer; raise one of them")
+        most_running = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        pools = replace(pools, num_snapshots=max(pools.num_snapshots, pools.num_slots - most_running))
         pools = host_pools_for(self.config, pools, page_sizes, self.max_model_len)
         self.workers.call("allocate", pools)
         self.workers.call("capture_graphs")
@@ -205,15 +210,8 @@ class ModelRunner:
                 cache.slots.bytes_per_page * ranks / 2**20,
                 self.pools.num_snapshots,
             )
-        if interval := self._snapshot_interval:
-            count = self.pools.num_blocks * self.block_size // interval
-            logger.info(
-                "Recurrent layers: a snapshot every %s tokens of a prefill, %d for a full KV cache, in %.2f GiB of "
-                "these states",
-                f"{interval:,}",
-                count,
-                count * cache.slots.bytes_per_page * ranks / 2**30,
-            )
+        if self._snapshot_interval:
+            logger.info("Recurrent layers: a snapshot every %s tokens of a prefill", f"{self._snapshot_interval:,}")
         if self.pools.num_host_blocks:
             in_gib = sum(pool.num_host_bytes for pool in cache.pools) * ranks / 2**30
             num_pages = sum(self.pools.num_host_window_pages)

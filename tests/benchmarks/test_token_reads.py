@@ -45,6 +45,13 @@ def test_states_are_read_whatever_the_context_is(tmp_path: Path) -> None:
     assert counted.bytes_at(100, 0, 2) == state + 100 * 2 * 8 * 2
 
 
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_an_embedding_of_another_name_is_looked_up(tmp_path: Path, is_tied: bool) -> None:
+    sizes = {"num_heads": 2, "head_dim": 8, "state_size": 4, "n_groups": 1, "num_hidden_layers": 1}
+    counted = reads(tmp_path, sizes | {"model_type": "mamba2", "tie_word_embeddings": is_tied})
+    assert HEAD < counted.weights < 1.2 * HEAD
+
+
 def test_windows_end_and_shared_keys_and_values_are_read_again(tmp_path: Path) -> None:
     types = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
     shape = {"model_type": "gemma4_text", "num_hidden_layers": 4, "num_kv_shared_layers": 2, "sliding_window": 16}

@@ -4,10 +4,11 @@ The page of a window holds what its block holds, for the layers with that window
 last token of its block. Both are in one of the states of a ``BlockPool``:
 
     free          it holds nothing of value
-    free, cached  it hangs on a block, and a match can resume there; the least recently used one is lost first
+    free, cached  it hangs on a block, and a match can resume there; pages with which none is likely to resume are lost
+                  first, then the least recently used ones
     used          sequences hold it
 
-A cached page that is lost goes to the store of its kind, if its block is published: because another page is needed, or
+A likely page that is lost goes to the store of its kind, if its block is published: because another page is needed, or
 with its block. It keeps the name of the block there. So a match finds it whether the block is still on the device, in
 the store of blocks, or was loaded again; it is forgotten when neither has the block.
 """
@@ -57,7 +58,7 @@ class AttachedPages:
         self._blocks, self._on_changed, self._on_stored = blocks, on_changed, on_stored
         store.on_removed = on_stored
         self.by_block: dict[int, Block] = {}
-        self._passed: set[int] = set()  # cached pages at which no match is likely to resume
+        self._unlikely: dict[int, None] = {}  # cached pages at which no match is likely to resume, the oldest first
 
     def stored(self, match: PrefixMatch, index: int) -> Block | None:
         """Return the page of the store that belongs to block ``index`` of a match."""
@@ -79,17 +80,18 @@ class AttachedPages:
         self.store.load(stored, page.block_id)
         return page
 
-    @property
-    def has_room_for_unlikely(self) -> bool:
-        """Whether ``take`` needs no page with which a match is likely to resume."""
-        return not self.pages.must_evict or self.pages.least_recently_used.block_id in self._passed
-
     # --- use ----------------------------------------------------------------------------------------------------
 
+    @property
+    def num_disposable(self) -> int:
+        """Pages that ``take`` gives before one is lost with which a match is likely to resume."""
+        return self.pages.num_uncached + len(self._unlikely)
+
     def take(self) -> Block:
-        """Allocate a page; if no page is free, the least recently used cached one is lost."""
+        """Allocate a page; if no page is free, an unlikely one is lost, or else the least recently used cached one."""
         if self.pages.must_evict:
-            page = self.pages.least_recently_used
+            unlikely = next(iter(self._unlikely), None)
+            page = self.pages.least_recently_used if unlikely is None else self.pages.blocks[unlikely]
             assert page.block_hash is not None
             self._save(self._blocks[page.block_hash])
             self.detach(page.block_hash)
@@ -110,20 +112,21 @@ class AttachedPages:
         self.hang(block_id, page)
         page.block_hash = block_id
         self.pages.release(page)
-        self.expect(page)
         if not is_likely:
-            self._passed.add(page.block_id)
-            self.pages.expire(page)
+            self._unlikely[page.block_id] = None
 
-    def expect(self, page: Block) -> None:
-        """Expect that matches resume with this page."""
-        self._passed.discard(page.block_id)
+    def mark_likely(self, page: Block) -> None:
+        """Keep a page as if a match had just resumed with it."""
+        if page.block_hash is not None and page.ref_count == 0:
+            self._unlikely.pop(page.block_id, None)
+            self.pages.retain(page)
+            self.pages.release(page)
 
-    def release(self, block_id: int, *, is_passed: bool = False) -> None:
+    def release(self, block_id: int, *, is_likely: bool = True) -> None:
         """Remove a user of a block's page; without users it stays cached if the block is published.
 
         Args:
-            is_passed: no match is likely to resume with this page, so it is not worth storing.
+            is_likely: as ``cache`` takes it.
         """
         page = self.by_block[block_id]
         if page.ref_count == 1:
@@ -132,7 +135,8 @@ class AttachedPages:
                 del self.by_block[block_id]
             else:
                 page.block_hash = block_id
-                (self._passed.add if is_passed else self._passed.discard)(page.block_id)
+                if not is_likely:
+                    self._unlikely[page.block_id] = None
         self.pages.release(page)
 
     def retain(self, block_id: int) -> None:
@@ -140,11 +144,13 @@ class AttachedPages:
         page = self.by_block[block_id]
         self.pages.retain(page)
         page.block_hash = None
+        self._unlikely.pop(page.block_id, None)
 
     def unhang(self, block_id: int) -> Block:
         """Return the page of a block, which no longer hangs on it."""
         page = self.by_block.pop(block_id)
         page.forget_content()
+        self._unlikely.pop(page.block_id, None)
         self._on_changed(block_id)
         return page
 
@@ -152,10 +158,13 @@ class AttachedPages:
 
     def move(self, source: Block, target: Block) -> None:
         """Let the cached page of ``source`` hang on ``target``, which holds the same tokens, unless that has one."""
-        if source.block_id not in self.by_block or target.block_id in self.by_block:
+        page, existing = self.by_block.get(source.block_id), self.by_block.get(target.block_id)
+        if page is None or existing is not None:
+            if page is not None and existing is not None and page.block_id not in self._unlikely:
+                self.mark_likely(existing)
             self.detach(source.block_id)
             return
-        page = self.by_block.pop(source.block_id)
+        del self.by_block[source.block_id]
         page.block_hash = target.block_id
         self._on_changed(source.block_id)
         self.hang(target.block_id, page)
@@ -194,7 +203,7 @@ class AttachedPages:
         What this step is going to copy to the page may not be there yet when the step copies to the store.
         """
         page = self.by_block[block.block_id]
-        if block.block_hash is not None and page.block_id not in self._passed and page.block_id not in self.copies:
+        if block.block_hash is not None and page.block_id not in self._unlikely and page.block_id not in self.copies:
             self.store.store(block, page.block_id)
             self._on_stored(block.block_hash)
 

@@ -11,14 +11,14 @@ has seen. Slots are in one of three states:
 Snapshots are large, so they are taken where they will be used: at the last full block of a prompt, where a prompt
 leaves a chain that others continue differently (as Marconi does, Pan et al., 2024), and at the last full block of an
 answer. The snapshot of an answer moves with it from block to block. Further snapshots, one after every ``interval``
-tokens of a prefill, are for the first prompt that leaves a chain. Hardly a match resumes there, so they are lost before
-all others until one has.
+tokens of a prefill, are for the first prompt that leaves a chain. They are unlikely to be used: until a match resumes
+there they are lost before all others, the oldest first, and they take no slot from others.
 
-A prefill writes its snapshots while it computes; they can be matched from the next step on. All others
-are copies, which are made before the step computes, as if all at the same time.
+A prefill writes its snapshots while it computes; they can be matched from the next step on. All others are copies,
+which are made before the step computes, as if all at the same time.
 
-A snapshot that is lost for another one, or with its block, goes to the host pool. A sequence that resumes there gets it
-in its own slot.
+A likely snapshot that is lost for another one, or with its block, goes to the host pool. A sequence that resumes there
+gets it in its own slot.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ class _Save(NamedTuple):
 
     sequence: Sequence
     num_tokens: int
-    block: Block
     content_id: int
     slot: Block
     is_likely: bool
@@ -83,7 +82,6 @@ class StateSlots:
         max_used: sequences that may have a slot at once. The other slots are for snapshots.
         snapshots: the slots that hang on blocks.
         slots: the states of the slots.
-        interval: as given.
     """
 
     def __init__(
@@ -96,7 +94,8 @@ class StateSlots:
         num_host_slots: int = 0,
         record_events: bool = False,
     ) -> None:
-        self.interval = interval
+        self._interval = interval
+        self._blocks = blocks
         self.max_used = num_slots - num_snapshots
         self.snapshots = Snapshots(num_slots, blocks, num_host_slots, record=record_events)
         self.slots = self.snapshots.pages
@@ -104,7 +103,7 @@ class StateSlots:
         self._num_kept = 0
         self._held: list[Block] = []  # sources of this step's copies, until they are made
         self._backups: dict[Sequence, Block] = {}  # of sequences whose step computes draft tokens
-        self._saves: list[_Save] = []  # what this step's prefills write
+        self._saves: dict[int, _Save] = {}  # what this step's prefills write, by the id of the block to hang on
 
     # --- running sequences --------------------------------------------------------------------------------------
 
@@ -119,16 +118,17 @@ class StateSlots:
         self._num_used += 1
         index = num_blocks - 1
         if index < 0:
-            sequence.state_slot = self.snapshots.take().block_id
+            sequence.state_slot = self._take().block_id
         elif (snapshot := self.snapshots.by_block.get(match.block_id(index))) is None:
+            self._give_way()
             sequence.state_slot = self.snapshots.load(match, index).block_id
         else:
             self._start_from(snapshot, sequence)
 
     def _start_from(self, snapshot: Block, sequence: Sequence) -> None:
         """Give a sequence a copy of a snapshot, or the snapshot itself if no slot can be spared."""
-        self.snapshots.expect(snapshot)
-        if not snapshot.ref_count and not self._can_spare(2):
+        self.snapshots.mark_likely(snapshot)
+        if not snapshot.ref_count and not self._make_spare(2):
             self.slots.retain(snapshot)
             assert snapshot.block_hash is not None
             self.snapshots.unhang(snapshot.block_hash)
@@ -136,13 +136,13 @@ class StateSlots:
             return
         self.slots.retain(snapshot)
         self._held.append(snapshot)
-        sequence.state_slot = self.snapshots.take().block_id
+        sequence.state_slot = self._take().block_id
         self.snapshots.copy(snapshot.block_id, sequence.state_slot)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Give ``child`` a copy of the state of ``parent``."""
         self._num_used += 1
-        child.state_slot = self.snapshots.take().block_id
+        child.state_slot = self._take().block_id
         self.snapshots.copy(parent.state_slot, child.state_slot)
 
     def release(self, sequence: Sequence) -> None:
@@ -150,8 +150,8 @@ class StateSlots:
         if sequence.state_slot < 0:
             return
         self._num_used -= 1
-        for save in [save for save in self._saves if save.sequence is sequence]:
-            self._drop(save)
+        for block_id in [block_id for block_id, save in self._saves.items() if save.sequence is sequence]:
+            self._drop(block_id)
         if (backup := self._backups.pop(sequence, None)) is not None:
             self.snapshots.copies.pop(backup.block_id, None)
             self.slots.release(backup)
@@ -161,9 +161,9 @@ class StateSlots:
 
     def back_up(self, sequence: Sequence) -> bool:
         """Keep the state of a sequence, whose step computes draft tokens; False if it has none, or there is no slot."""
-        if not sequence.num_computed_tokens or not self._can_spare(1):
+        if not sequence.num_computed_tokens or not self._make_spare(1):
             return False
-        self._backups[sequence] = slot = self.snapshots.take()
+        self._backups[sequence] = slot = self._take()
         self.snapshots.copy(sequence.state_slot, slot.block_id)
         return True
 
@@ -187,7 +187,7 @@ class StateSlots:
     def swap_in(self, sequence: Sequence) -> None:
         """Give a swapped sequence a slot, with its state."""
         self._num_used += 1
-        sequence.state_slot = self.snapshots.take().block_id
+        sequence.state_slot = self._take().block_id
         self.snapshots.store.bring_back(sequence.host_slot, sequence.state_slot)
 
     # --- snapshots ----------------------------------------------------------------------------------------------
@@ -196,9 +196,9 @@ class StateSlots:
         """Whether the device or the store has the states after block ``index`` of a match."""
         return match.block_id(index) in self.snapshots.by_block or self.snapshots.stored(match, index) is not None
 
-    def interval_ends(self, start: int, end: int) -> range:
-        """Return the multiples of the interval after ``start`` and up to ``end``: tokens of a prefill."""
-        step = self.interval
+    def positions_within(self, start: int, end: int) -> range:
+        """Return the multiples of the interval after ``start`` and up to ``end``, which are tokens of a prefill."""
+        step = self._interval
         return range(start + step - start % step, end + 1, step) if step else range(0)
 
     def save(self, sequence: Sequence, num_tokens: int, block: Block, *, is_likely: bool) -> None:
@@ -207,26 +207,34 @@ class StateSlots:
         Nothing is kept if running sequences may need all slots.
 
         Args:
-            is_likely: as ``AttachedPages.cache`` takes it.
+            is_likely: as ``AttachedPages.cache`` takes it. An unlikely snapshot takes no slot from a likely one.
         """
-        if (there := self.snapshots.by_block.get(block.block_id)) is not None:
+        if (existing := self.snapshots.by_block.get(block.block_id)) is not None:
             if is_likely:
-                self.snapshots.expect(there)
+                self.snapshots.mark_likely(existing)
             return
-        if self._can_spare(1) if is_likely else self._num_spare and self.snapshots.has_room_for_unlikely:
-            slot = self.snapshots.take()
-            self._saves.append(_Save(sequence, num_tokens, block, block.content_id, slot, is_likely))
+        if (pending := self._saves.get(block.block_id)) is not None:  # of another sequence with the same prefix
+            if pending.content_id == block.content_id:
+                self._saves[block.block_id] = pending._replace(is_likely=pending.is_likely or is_likely)
+                return
+            self._drop(block.block_id)
+        has_slot = self._make_spare(1) if is_likely else self._num_spare > 0 and self.snapshots.num_disposable > 0
+        if has_slot:
+            slot = self._take()
+            self._saves[block.block_id] = _Save(sequence, num_tokens, block.content_id, slot, is_likely)
 
     def keep(self, sequence: Sequence, block: Block) -> None:
         """Keep the state of a sequence, which has just computed the last token of ``block``, instead of its last one.
 
-        Nothing is kept if running sequences may need all slots.
+        Nothing is kept if running sequences may need all slots, or if the block has a snapshot already.
         """
         if (kept_block := self.kept_block(sequence)) is not None:
             self.snapshots.detach(kept_block)
         sequence.kept_snapshot = None
-        if self.snapshots.by_block.get(block.block_id) is None and self._can_spare(1):
-            slot = self.snapshots.take()
+        if (existing := self.snapshots.by_block.get(block.block_id)) is not None:
+            self.snapshots.mark_likely(existing)
+        elif self._make_spare(1):
+            slot = self._take()
             self.snapshots.copy(sequence.state_slot, slot.block_id)
             self.snapshots.cache(block.block_id, slot)
             slot.content_id, self._num_kept = self._num_kept, self._num_kept + 1
@@ -252,30 +260,46 @@ class StateSlots:
         for slot in self._held:
             self.slots.release(slot)
         self._held.clear()
-        for sequence, num_tokens, block, content_id, slot, is_likely in self._saves:
+        for block_id, (sequence, num_tokens, content_id, slot, is_likely) in self._saves.items():
             saves.setdefault(sequence, []).append((num_tokens, slot.block_id))
-            if block.content_id == content_id and self.snapshots.by_block.get(block.block_id) is None:
-                self.snapshots.cache(block.block_id, slot, is_likely=is_likely)
+            if self._blocks[block_id].content_id == content_id and self.snapshots.by_block.get(block_id) is None:
+                self.snapshots.cache(block_id, slot, is_likely=is_likely)
             else:
                 self.slots.release(slot)
         self._saves.clear()
         return copies, saves
 
+    def _take(self) -> Block:
+        """Allocate a slot. There must be a free one, cached or not."""
+        self._give_way()
+        return self.snapshots.take()
+
+    def _give_way(self) -> None:
+        """Write an unlikely snapshot less in this step, if a likely one were lost for the next slot."""
+        if not self.snapshots.num_disposable:
+            self._drop_unlikely()
+
+    def _make_spare(self, count: int) -> bool:
+        """Write fewer unlikely snapshots in this step until ``count`` slots can be spared; whether they can."""
+        while self._num_spare < count and self._drop_unlikely():
+            pass
+        return self._num_spare >= count
+
     @property
     def _num_spare(self) -> int:
         """Slots that can be taken for other ends than to start the sequences that may still start."""
-        return max(0, self.slots.num_free - (self.max_used - self._num_used))
+        return self.slots.num_free - (self.max_used - self._num_used)
 
-    def _can_spare(self, count: int) -> bool:
-        """Whether ``count`` slots can be spared; unlikely snapshots that this step writes are given up first."""
-        while self._num_spare < count and (unlikely := [save for save in self._saves if not save.is_likely]):
-            self._drop(unlikely[-1])
-        return self._num_spare >= count
+    def _drop_unlikely(self) -> bool:
+        """Write the last unlikely snapshot of this step no more; False if there is none."""
+        unlikely = next((block_id for block_id in reversed(self._saves) if not self._saves[block_id].is_likely), None)
+        if unlikely is not None:
+            self._drop(unlikely)
+        return unlikely is not None
 
-    def _drop(self, save: _Save) -> None:
+    def _drop(self, block_id: int) -> None:
         """Write a snapshot of this step no more."""
-        self._saves.remove(save)
-        self.slots.release(save.slot)
+        self.slots.release(self._saves.pop(block_id).slot)
 
     def check_integrity(self, sequences: Collection[Sequence], block_ids: Collection[int]) -> None:
         """Assert that each slot is in one state.

@@ -107,7 +107,7 @@ class WindowPages:
         """Release the pages that the sequence's next token cannot reach."""
         first, end = sequence.first_pages[self._index], self.first_block(sequence.num_computed_tokens)
         for index in range(first, end):
-            self.attached.release(sequence.block_table[index], is_passed=not self._is_resumed_with(sequence, index))
+            self.attached.release(sequence.block_table[index], is_likely=self._is_resumed_with(sequence, index))
         sequence.first_pages[self._index] = max(first, end)
 
     def release(self, sequence: Sequence, first: int = 0) -> None:

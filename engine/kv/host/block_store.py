@@ -32,7 +32,7 @@ class BlockStore(ABC):
 
     Attributes:
         num_pages: size of the store; one without pages keeps nothing.
-        by_name: the pages. The caller must verify that one holds the content that the caller expects.
+        by_name: the pages, one mapping for good. The caller must verify that a page holds what the caller expects.
         on_removed: called with the name of each page that the store loses of its own accord.
     """
 

@@ -214,7 +214,10 @@ def _is_held(stack: ExitStack, proxy: Proxy, address: str, number: int) -> bool:
 
     Each of its threads counts a connection that it tries to accept, so one that comes alone may be too many.
     """
-    client = proxy.connect(address)
+    try:
+        client = proxy.connect(address)
+    except ConnectionResetError:  # it was closed before this thread ran on
+        return False
     is_counted = until(
         lambda: _counts(proxy).get(address, 0) == number or (_is_closed(client) and "closed"),
         "HAProxy counts the connection, or closes it",

@@ -109,6 +109,43 @@ def test_a_snapshot_within_a_prompt_takes_no_slot_from_a_likely_one() -> None:
     assert [ask(engine, f"again {start}", list(range(start, start + 6)))[0] for start in (10, 20, 30)] == [4, 4, 4]
 
 
+def test_a_likely_snapshot_takes_the_slot_of_an_unlikely_one_of_its_step() -> None:
+    engine, _ = make(num_slots=5, max_num_seqs=1, snapshot_interval=4)  # four are left to snapshots
+    for start in (30, 40, 50):
+        ask(engine, str(start), list(range(start, start + 6)))  # each leaves one
+    ask(engine, "long", list(range(18)))
+    assert [ask(engine, f"again {start}", list(range(start, start + 6)))[0] for start in (30, 40, 50)] == [4, 4, 4]
+
+
+def test_the_end_of_a_prompt_that_is_a_multiple_of_the_interval_is_likely() -> None:
+    engine, _ = make(num_slots=5, max_num_seqs=1, snapshot_interval=8)  # four are left to snapshots
+    first = list(range(16))
+    _, answer = ask(engine, "first", first, max_tokens=3)  # leaves some after 8, 12 and 16 tokens
+    for start in (30, 40):
+        ask(engine, str(start), list(range(start, start + 6)))  # each leaves one
+    assert ask(engine, "second", [*first, *answer, 60, 61])[0] == 16
+
+
+def test_prompts_of_one_step_write_a_shared_snapshot_once() -> None:
+    engine, runner = make(num_slots=20, snapshot_interval=8)
+    params = SamplingParams(temperature=0, max_tokens=1)
+    shared = list(range(16))
+    for user in (20, 40):
+        engine.add_request(EngineRequest(str(user), [*shared, *range(user, user + 6)], params))
+    run_to_end(engine)
+    assert runner.num_copied["saved state"] == 4  # after 8 and 16 tokens, and at each one's last full block
+
+
+def test_the_oldest_of_the_unlikely_snapshots_is_lost_first() -> None:
+    engine, _ = make(num_slots=6, max_num_seqs=1, snapshot_interval=8)  # five are left to snapshots
+    for start in (0, 20):
+        ask(engine, str(start), list(range(start, start + 13)))  # each leaves some after 8 and 12 tokens
+    ask(engine, "other", list(range(40, 46)))  # leaves one, in the last free slot
+    ask(engine, "another", list(range(50, 56)))  # leaves one
+    resumed = [ask(engine, f"again {start}", [*range(start, start + 10), 60])[0] for start in (20, 0)]
+    assert resumed == [8, 0]
+
+
 def test_a_batch_of_one_leaves_the_other_slots_to_snapshots() -> None:
     engine, _ = make(num_slots=2, max_num_seqs=1)
     assert [ask(engine, str(index), list(range(10)))[0] for index in range(3)] == [0, 8, 8]

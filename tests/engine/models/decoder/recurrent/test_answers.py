@@ -55,7 +55,7 @@ def test_the_first_prompt_that_parts_resumes_within_the_other(
     expected = answers(run(make_llm(saved("lfm2").path), [parted], params))
     with caplog.at_level("INFO"):
         llm = make_llm(saved("lfm2").path, block_size=8, num_blocks=80, state_snapshot_interval=10)
-    assert "a snapshot every 16 tokens of a prefill, 40 for a full KV cache, in 0.00 GiB of these states" in caplog.text
+    assert "a snapshot every 16 tokens of a prefill" in caplog.text
     run(llm, [first], params)
     output = run(llm, [parted], params)
     assert output[0].num_cached_tokens == 48
