@@ -111,13 +111,19 @@ class PageMemory:
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Copy pages ``(source, target)`` on the device, as if all at the same time.
 
-        The copy needs as much extra memory as the sources have. Use it for few pages, as copy-on-write does.
+        On a GPU, or where a source is a target too, this needs as much extra memory as the sources have. Use it for few
+        pages, as copy-on-write does.
 
         Raises:
             KVCacheError: for a page that does not exist or is a target twice; nothing has been copied then.
         """
         sources, targets = self._check_pairs(pairs, self._on_device, self._on_device)
-        if pairs:
+        if self.device.type == "cpu" and set(sources).isdisjoint(targets):
+            # Extra memory is new to the process each time: its pages would cost more than the copies.
+            for words in self._words:
+                for source, target in pairs:
+                    words[:, target].copy_(words[:, source])
+        elif pairs:
             source_index, target_index = self._index(sources), self._index(targets)
             for words in self._words:
                 words.index_copy_(1, target_index, words.index_select(1, source_index))

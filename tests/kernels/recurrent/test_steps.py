@@ -17,6 +17,8 @@ OPERATIONS = [
     DeltaRule(),
     DeltaRule(num_key_heads=3, num_heads=3, key_dim=8, value_dim=40),
     DeltaRule(num_heads=2, key_dim=24, value_dim=12, decays_rows=True),
+    DeltaRule(key_dim=16, value_dim=256),  # decodes in C go over whole rows of the state, where it is
+    DeltaRule(num_heads=2, key_dim=24, value_dim=128, decays_rows=True),
     Scan(),
     Scan(num_groups=1, num_heads=3, head_dim=5, state_size=24),
 ]

@@ -1,8 +1,9 @@
 /* See gated_delta_rule.h.
  *
  * A part is a slice of some columns of one head's state of one sequence. It is copied to memory that the first cache
- * holds, where the sequence's tokens go over it one after another, and back. A column's sums go over its rows in order,
- * so its bits depend neither on the slice nor on the tokens that are computed in the same step.
+ * holds, where the sequence's tokens go over it one after another, and back. A decode's single token goes over the whole
+ * rows of the state where it is instead. A column's sums go over its rows in order, so its bits depend neither on the
+ * slice nor on the tokens that are computed in the same step.
  */
 #include "recurrent/gated_delta_rule.h"
 
@@ -14,6 +15,7 @@
 #include "runtime/threads.h"
 
 enum { COLUMNS = 32, REGISTERS = COLUMNS / REGISTER_LANES };
+enum { WIDE_REGISTERS = 8, WIDE_COLUMNS = WIDE_REGISTERS * REGISTER_LANES }; /* of a row, for a single token */
 
 /* A slice of the state, [key_dim, COLUMNS]; columns beyond value_dim are zero. */
 typedef struct {
@@ -154,7 +156,44 @@ INLINE void compute_slice(const state_slice *slice, pagoda_sequence *sequence, b
     }
 }
 
-/* Computes one part: the tokens of one sequence with one slice. */
+/* Computes one token with WIDE_COLUMNS columns of a slot's state, by the sums of compute_slice. */
+INLINE void compute_one(const state_slice *slice, int64_t token, float *state, bool decays_rows) {
+    const pagoda_delta_rule_call *call = slice->call;
+    const int64_t value_dim = call->value_dim;
+    const head_input input = input_at(slice, token);
+    f32_register sums[WIDE_REGISTERS] = {0}, change[WIDE_REGISTERS], read[WIDE_REGISTERS] = {0};
+    const float *from = state;
+    for (int64_t row = 0; row < call->key_dim; row++, from += value_dim)
+#pragma GCC unroll 8
+        for (int i = 0; i < WIDE_REGISTERS; i++) {
+            f32_register value = register_load(from + i * REGISTER_LANES);
+            sums[i] = register_fma(recalling(&input, row, decays_rows), value, sums[i]);
+        }
+    const float factor = decays_rows ? 1 : *input.decay;
+#pragma GCC unroll 8
+    for (int i = 0; i < WIDE_REGISTERS; i++)
+        change[i] = (register_load(input.value + i * REGISTER_LANES) - sums[i] * factor) * input.beta;
+    for (int64_t row = 0; row < call->key_dim; row++, state += value_dim)
+#pragma GCC unroll 8
+        for (int i = 0; i < WIDE_REGISTERS; i++) {
+            float *at = state + i * REGISTER_LANES;
+            f32_register decayed = register_load(at) * input.decay[decays_rows ? row : 0];
+            f32_register value = register_fma(register_set(input.key[row]), change[i], decayed);
+            register_store(at, value);
+            read[i] = register_fma(register_set(input.query[row]), value, read[i]);
+        }
+    float *to = call->output + (token * call->num_heads + slice->head) * value_dim + slice->column;
+#pragma GCC unroll 8
+    for (int i = 0; i < WIDE_REGISTERS; i++) register_store(to + i * REGISTER_LANES, read[i]);
+}
+
+/* Whether a sequence has one token, which changes the state of its slot and no other. */
+static bool is_decode(const pagoda_delta_rule_call *call, const pagoda_sequence *sequence) {
+    return sequence->end == sequence->first + 1 && !sequence->starts && sequence->save == sequence->end_save &&
+           call->value_dim % WIDE_COLUMNS == 0;
+}
+
+/* Computes one part: the tokens of one sequence with one slice; the first slice's part computes a decode whole. */
 static void compute_part(void *args, int64_t index) {
     const pagoda_delta_rule_call *call = args;
     const int64_t num_slices = divide_up(call->value_dim, COLUMNS);
@@ -162,6 +201,17 @@ static void compute_part(void *args, int64_t index) {
     if (sequence.end <= sequence.first) return;
     state_slice slice = {.call = call, .head = index / num_slices % call->num_heads};
     slice.key_head = slice.head / (call->num_heads / call->num_key_heads);
+    if (is_decode(call, &sequence)) {
+        if (index % num_slices > 0) return;
+        for (; slice.column < call->value_dim; slice.column += WIDE_COLUMNS) {
+            float *state = slice_in(&slice, sequence.slot);
+            if (call->decays_rows)
+                compute_one(&slice, sequence.first, state, true);
+            else
+                compute_one(&slice, sequence.first, state, false);
+        }
+        return;
+    }
     slice.column = index % num_slices * COLUMNS;
     slice.count = min(call->value_dim - slice.column, COLUMNS);
     slice.values = pagoda_scratch(SCRATCH_STATE, (size_t)(call->key_dim * COLUMNS) * sizeof *slice.values);
