@@ -145,7 +145,7 @@ def table(summary: dict[str, dict[str, dict[str, Any]]], limits: dict[str, float
             share = "-" if row["share_of_limit"] is None else f"{100 * row['share_of_limit']:.1f}"
             ratio = "-" if row["ours_over_this"] is None else f"{row['ours_over_this']:.2f}"
             lines.append(
-                f"{workload:10} {name:12} {row['output_tokens_per_s']:8.1f} {row['lowest']:8.1f} {row['highest']:8.1f} "
+                f"{workload:10} {name:12} {row['output_tokens_per_s']:8.2f} {row['lowest']:8.2f} {row['highest']:8.2f} "
                 f"{share:>8} {ratio:>8} {row['load_s']:6.1f}"
             )
         if workload in limits:

@@ -85,6 +85,6 @@ def measure(generate: Generate, workload: Workload) -> dict[str, Any]:
         "seconds": round(seconds, 3),
         "input_tokens": workload.input_tokens,
         "output_tokens": output_tokens,
-        "output_tokens_per_s": round(output_tokens / seconds, 2),
+        "output_tokens_per_s": round(output_tokens / seconds, 4),
         "total_tokens_per_s": round((workload.input_tokens + output_tokens) / seconds, 2),
     }
