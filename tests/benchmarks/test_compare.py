@@ -60,7 +60,7 @@ def test_the_table_has_a_line_for_each_engine_and_the_limit() -> None:
     runs = compare([OURS, PEER], ["a", "b"], 1, FakeRuns({"pagoda": [12.0], "vllm": [6.0]}))
     lines = table(summarize(runs, WORKLOADS, _roofline()), {"a": 99.5, "b": 1.0}).splitlines()
     assert len(lines) == 1 + 2 * 3
-    assert lines[2].split()[:5] == ["a", "vllm", "6.0", "6.0", "6.0"]
+    assert lines[2].split()[:5] == ["a", "vllm", "6.00", "6.00", "6.00"]
     assert lines[2].split()[-2:] == ["2.00", "1.0"]
     assert lines[3].split() == ["a", "limit", "99.5"]
 
@@ -70,7 +70,7 @@ def test_without_a_limit_the_table_has_none() -> None:
     assert summary["a"]["pagoda"]["share_of_limit"] is None
     lines = table(summary, {}).splitlines()
     assert len(lines) == 1 + 2
-    assert lines[1].split() == ["a", "pagoda", "12.0", "12.0", "12.0", "-", "1.00", "1.0"]
+    assert lines[1].split() == ["a", "pagoda", "12.00", "12.00", "12.00", "-", "1.00", "1.0"]
 
 
 def test_results_are_found_in_the_output_of_an_engine() -> None:
