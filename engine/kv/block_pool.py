@@ -83,11 +83,6 @@ class BlockPool:
         return len(self._free)
 
     @property
-    def must_evict(self) -> bool:
-        """Whether all free blocks are cached ones, so that a block must be evicted before ``take``."""
-        return not self._free
-
-    @property
     def least_recently_used(self) -> Block:
         """The cached block that is evicted next."""
         assert self._cached, "the pool cannot hold what is scheduled: no block is free or cached"

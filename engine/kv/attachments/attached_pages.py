@@ -89,7 +89,7 @@ class AttachedPages:
 
     def take(self) -> Block:
         """Allocate a page; if no page is free, an unlikely one is lost, or else the least recently used cached one."""
-        if self.pages.must_evict:
+        if not self.pages.num_uncached:
             unlikely = next(iter(self._unlikely), None)
             page = self.pages.least_recently_used if unlikely is None else self.pages.blocks[unlikely]
             assert page.block_hash is not None
@@ -159,8 +159,10 @@ class AttachedPages:
     def move(self, source: Block, target: Block) -> None:
         """Let the cached page of ``source`` hang on ``target``, which holds the same tokens, unless that has one."""
         page, existing = self.by_block.get(source.block_id), self.by_block.get(target.block_id)
-        if page is None or existing is not None:
-            if page is not None and existing is not None and page.block_id not in self._unlikely:
+        if page is None:
+            return
+        if existing is not None:
+            if page.block_id not in self._unlikely:
                 self.mark_likely(existing)
             self.detach(source.block_id)
             return

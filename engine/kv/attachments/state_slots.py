@@ -5,7 +5,7 @@ cached can be continued only where a state was kept: at a snapshot, which hangs 
 has seen. Slots are in one of three states:
 
     free        it holds nothing of value
-    snapshot    a match can resume there; the least recently used one is reused first
+    snapshot    a match can resume there; unlikely ones are reused first, then the least recently used one
     used        a running sequence computes with it
 
 Snapshots are large, so they are taken where they will be used: at the last full block of a prompt, where a prompt

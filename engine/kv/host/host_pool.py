@@ -95,7 +95,7 @@ class HostPool(BlockStore):
         if page is not None:
             self.pages.retain(page)
             return page
-        if self.pages.must_evict:
+        if not self.pages.num_uncached:
             self._evict()
         page = self.pages.take()
         if block is not None and block_hash is not None:
