@@ -52,8 +52,14 @@ FIGURES: tuple[Part, ...] = (
     _part("options_0.6b",     "options:run",                    52, 100, "checkpoint_0.6b", model="0.6b"),
     _part("step_time_moe",    "step_time:run",                  30,  80, "checkpoint_moe", model="moe"),
 )  # fmt: skip
+TUNING: tuple[Part, ...] = (
+    _part("tune_prefill",     "tune:attention_of",              20, 120, kind="prefill"),
+    _part("tune_decode",      "tune:attention_of",              30, 150, kind="decode"),
+    _part("tune_experts",     "tune:experts_of",                15, 100, model="moe"),
+    _part("tune_linears",     "tune:linears_of",                20, 100, models=["0.6b", "8b"]),
+)  # fmt: skip
 CALLS = (CORRECTNESS, FIGURES)
-PARTS = (*CORRECTNESS, *FIGURES)
+PARTS = (*CORRECTNESS, *FIGURES, *TUNING)
 
 
 def with_needs(names: list[str], passed: Collection[str] = ()) -> list[Part]:
