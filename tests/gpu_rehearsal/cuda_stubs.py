@@ -24,7 +24,12 @@ __all__ = ["install"]
 TOTAL_MEMORY = 64 * 2**20  # small, so that a KV pool that fills it is small too
 USED_MEMORY = 8 * 2**20
 H200 = SimpleNamespace(
-    name="NVIDIA H200 (simulated)", major=9, minor=0, multi_processor_count=132, total_memory=TOTAL_MEMORY
+    name="NVIDIA H200 (simulated)",
+    major=9,
+    minor=0,
+    multi_processor_count=132,
+    shared_memory_per_block_optin=227 * 1024,
+    total_memory=TOTAL_MEMORY,
 )
 SUCCESS = 0
 NOT_REGISTERED = 713

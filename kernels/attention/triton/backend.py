@@ -24,14 +24,14 @@ from kernels.attention_metadata import AttentionMetadata
 
 __all__ = ["TritonBackend"]
 
-_PREFILL_STAGES = 2  # the software pipeline's depth
+_FEW_STAGES = 2  # of prefills where a program gets little shared memory, as on cards for consumers, 99 KB
+_MANY_STAGES_BYTES = 120 * 1024  # what a program takes whose loads run ahead
 _DECODE_WARPS = 4
-_DECODE_STAGES = 5  # the least at which keys and values are loaded while the last ones are used
+_DECODE_STAGES = 5  # the software pipeline's depth, as LayerShape.prefill_stages
 # Of elements of 32 bits, and of latents. Else ptxas spills a register of some variants to fit more programs than shared
 # memory does.
 _MANY_REGISTERS = "--register-usage-level 0"
 _PLAN_LANES = 64  # sequences whose splits are listed at once
-_PROGRAMS_PER_MULTIPROCESSOR = 2
 _MULTIPROCESSORS_INTERPRETED = 16  # what the interpreter pretends to have
 
 
@@ -48,6 +48,7 @@ class TritonBackend(AttentionBackend):
 
     name: ClassVar[str] = "triton"
     default_block_size: ClassVar[int] = 16
+    captures_chunks: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self._plans: StepCache[tuple[Window | None, int], _SplitPlan] = StepCache()
@@ -151,6 +152,14 @@ def _num_multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+@cache
+def _has_room_for_many_stages(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return True
+    properties = torch.cuda.get_device_properties(device)
+    return bool(properties.shared_memory_per_block_optin >= _MANY_STAGES_BYTES)  # type: ignore[attr-defined]
+
+
 def _plan_splits(metadata: AttentionMetadata, layer: LayerShape) -> _SplitPlan:
     num_decodes = metadata.num_decodes
     lengths = metadata.seq_lens
@@ -177,7 +186,7 @@ def _launch_decodes(output: torch.Tensor, inputs: AttentionInputs, layer: LayerS
     num_stored = most_items if most_items > metadata.num_decodes else 0
     split_output = query.new_empty((num_stored, inputs.num_heads, layer.head_dim), dtype=torch.float32)
     split_lse = query.new_empty((num_stored, inputs.num_heads), dtype=torch.float32)
-    programs = _PROGRAMS_PER_MULTIPROCESSOR * _num_multiprocessors(query.device)
+    programs = layer.decode_programs * _num_multiprocessors(query.device)
     split_decode_kernel[(min(most_items, max(1, programs // layer.num_kv_heads)), layer.num_kv_heads)](
         output,
         split_output,
@@ -250,7 +259,7 @@ def _launch_prefills(output: torch.Tensor, inputs: AttentionInputs, layer: Layer
         TILE=layer.keys_per_tile,
         ROWS=rows,
         num_warps=layer.prefill_warps,
-        num_stages=_PREFILL_STAGES,
+        num_stages=layer.prefill_stages if _has_room_for_many_stages(query.device) else _FEW_STAGES,
         enable_fp_fusion=True,
         ptx_options=_MANY_REGISTERS if layer.element_size == 4 or layer.rope_dim else None,
     )
