@@ -34,7 +34,7 @@ from engine.sampling_params import SamplingParams
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput
 from engine.sequence import SequenceGroup
-from engine.worker.graphs.decode_graphs import graph_sizes
+from engine.worker.graphs.batch_shape import BatchShape, decode_sizes
 from engine.worker.graphs.static_inputs import StaticInputs, make_slab
 from engine.worker.step_plan import StepPlan
 from engine.worker.step_planner import StepPlanner
@@ -94,9 +94,10 @@ class Load:
             self.step()
 
     def _graph_inputs(self, num_running: int) -> dict[int, StaticInputs]:
-        slab = make_slab(num_running, CPU)
+        shapes = {size: BatchShape(size) for size in decode_sizes(num_running)}
+        slab = make_slab(list(shapes.values()), num_running, CPU)
         return {
-            size: StaticInputs(size, slab, self._tables, self._blocks.block_size) for size in graph_sizes(num_running)
+            size: StaticInputs(shape, slab, self._tables, self._blocks.block_size) for size, shape in shapes.items()
         }
 
     @property

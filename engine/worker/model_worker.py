@@ -38,7 +38,7 @@ class ModelWorker:
 
     Attributes:
         shard: the rank's part of the model, which ``load`` loads.
-        graphs: the CUDA graphs of decodes.
+        graphs: the CUDA graphs of small steps.
         kv_cache: the KV cache, after ``allocate``.
         block_tables: the block tables of the last plan's batch, after ``allocate``.
         page_maps: the pages that hang on blocks, of each sliding window, after ``allocate``.
@@ -167,6 +167,6 @@ class ModelWorker:
         self.page_maps = shard.make_page_maps(self.kv_cache)
 
     def capture_graphs(self) -> None:
-        """Capture the graphs of decodes, with the KV cache, block tables and page maps of ``allocate``."""
+        """Capture the graphs of small steps, with the KV cache, block tables and page maps of ``allocate``."""
         use_device(self.shard.device)
         self.graphs.capture(self.kv_cache, self.block_tables, self.page_maps)

@@ -1,4 +1,4 @@
-"""StepGraphs: whether a rank's decodes are replayed from CUDA graphs, and the graphs."""
+"""StepGraphs: whether a rank's small steps are replayed from CUDA graphs, and the graphs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.kv.block_tables import BlockTables
 from engine.kv.kv_cache import KVCache
 from engine.kv.page_maps import PageMap
 from engine.models.decoder.decoder import Decoder
-from engine.worker.graphs.decode_graphs import DecodeGraph, DecodeGraphs
+from engine.worker.graphs.batch_graphs import BatchGraph, BatchGraphs
 from engine.worker.graphs.device import CudaGraphDevice
 from engine.worker.model_shard import ModelShard
 from engine.worker.step_plan import ModelInput, StepPlan
@@ -31,16 +31,16 @@ class StepGraphs:
 
     def __init__(self, shard: ModelShard) -> None:
         self._shard = shard
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: BatchGraphs | None = None
 
     @property
     def are_used(self) -> bool:
-        """Whether steps that only decode are replayed from CUDA graphs."""
+        """Whether small steps are replayed from CUDA graphs."""
         return self._shard.device.type == "cuda" and self.why_eager is None
 
     @property
     def why_eager(self) -> str | None:
-        """Why decodes are computed without CUDA graphs; None if graphs are used, or if the device is a CPU."""
+        """Why all steps are computed without CUDA graphs; None if graphs are used, or if the device is a CPU."""
         if self._shard.device.type == "cpu":
             return None
         if self._shard.config.enforce_eager:
@@ -51,7 +51,7 @@ class StepGraphs:
             return "the modules of transformers may wait for the GPU"
         return None
 
-    def find(self, plan: StepPlan) -> DecodeGraph | None:
+    def find(self, plan: StepPlan) -> BatchGraph | None:
         """Return the graph that computes a step; None if there is none."""
         return None if self._graphs is None else self._graphs.find(plan)
 
@@ -67,27 +67,34 @@ class StepGraphs:
         return self._make(cache, self._shard.make_tables(), self._shard.make_page_maps(cache)).capture()
 
     def capture(self, kv_cache: KVCache, block_tables: BlockTables, page_maps: Sequence[PageMap]) -> None:
-        """Capture the graphs of decodes on this cache, these tables and these maps, if graphs are used."""
+        """Capture the graphs on this cache, these tables and these maps, if graphs are used."""
         if self.are_used:
             started = perf_counter()
             self._graphs = self._make(kv_cache, block_tables, page_maps)
             num_bytes = self._graphs.capture()
+            shapes = self._graphs.shapes
             logger.info(
-                "Capturing CUDA graphs of %d batch sizes, up to %d, took %.2f seconds and %.2f GiB",
-                len(self._graphs.sizes),
-                self._graphs.sizes[-1],
+                "Capturing CUDA graphs of %d batches, up to %d tokens, took %.2f seconds and %.2f GiB",
+                len(shapes),
+                shapes[0].num_tokens,
                 perf_counter() - started,
                 num_bytes / 2**30,
             )
         elif self.why_eager is not None and self._shard.rank == 0:
-            logger.info("Decodes run without CUDA graphs: %s", self.why_eager)
+            logger.info("Steps run without CUDA graphs: %s", self.why_eager)
 
-    def _make(self, kv_cache: KVCache, block_tables: BlockTables, page_maps: Sequence[PageMap]) -> DecodeGraphs:
+    def _make(self, kv_cache: KVCache, block_tables: BlockTables, page_maps: Sequence[PageMap]) -> BatchGraphs:
         shard = self._shard
 
         def forward(model_input: ModelInput) -> torch.Tensor:
             return shard.forward(model_input, kv_cache)
 
-        has_states = kv_cache.sizes.num_slots > 0
-        device = CudaGraphDevice(shard.device)
-        return DecodeGraphs(device, forward, block_tables, shard.block_size, page_maps, has_states=has_states)
+        return BatchGraphs(
+            CudaGraphDevice(shard.device),
+            forward,
+            block_tables,
+            shard.block_size,
+            page_maps,
+            has_states=kv_cache.sizes.num_slots > 0,
+            max_chunk_tokens=shard.config.max_num_batched_tokens if shard.backend.captures_chunks else 0,
+        )

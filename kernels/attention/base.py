@@ -104,12 +104,14 @@ class AttentionBackend(ABC):
         name: its key in the table of registry.py.
         default_block_size: tokens.
         uses_cpu_kernels: whether the model's layers run in the C kernels of kernels/cpu too.
+        captures_chunks: whether a CUDA graph may hold a step with sequences of several tokens, and padding among them.
         why_chosen: why `select_backend` chose it, and why faster backends cannot run.
     """
 
     name: ClassVar[str]
     default_block_size: ClassVar[int]
     uses_cpu_kernels: ClassVar[bool] = False
+    captures_chunks: ClassVar[bool] = False
     why_chosen: str = ""
 
     @classmethod

@@ -15,6 +15,7 @@ from engine.errors import ConfigError
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams
 from engine.scheduling.scheduler_output import SchedulerOutput
+from engine.worker.graphs.batch_shape import BatchShape
 from tests.engine.checkpoints import build_model, save_checkpoint
 from tests.gpu_rehearsal.graphs import GRAPH_BYTES
 from tests.gpu_rehearsal.planting import plant
@@ -22,6 +23,7 @@ from tests.gpu_rehearsal.rehearsal import Rehearsal
 
 FORWARD, EMBEDDED = "engine.models.decoder.decoder:Decoder.forward", "self.embed_tokens(token_ids)"
 A_STEP = 9  # most launches: the copy, the replay, and what follows the graph, logits and sampling
+OF_TABLES = 3  # more: the changes of the block tables
 OF_OVERLAP = 1  # more: the tokens of the last step are put into the inputs
 
 
@@ -62,9 +64,13 @@ def start(gpu: Rehearsal, path: Path, **options: Any) -> LLM:
     return gpu.start(str(path), dtype="bfloat16", skip_tokenizer_init=True, **options)
 
 
+def shapes(llm: LLM) -> list[BatchShape]:
+    return llm.engine.runner.workers.local.graphs._graphs.shapes  # type: ignore[attr-defined, no-any-return]
+
+
 @pytest.mark.parametrize("num_seqs", [1, 3, 16])
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_layers_add_no_launches_to_a_decode(
+def test_layers_add_no_launches_to_decodes_and_prompts(
     checkpoints: list[Path], gpu: Rehearsal, num_seqs: int, overlaps: bool
 ) -> None:
     seen = []
@@ -72,25 +78,33 @@ def test_layers_add_no_launches_to_a_decode(
         steps = Steps(gpu, start(gpu, path, async_scheduling=overlaps))
         steps.generate(num_seqs)
         decode = (1,) * num_seqs
-        assert steps.replays == {(3,) * num_seqs: 0, decode: 1}
-        seen.append(steps.launches[decode])
-    assert seen[0] == seen[1] <= A_STEP + OF_OVERLAP * overlaps
+        assert steps.replays == {(3,) * num_seqs: 1, decode: 1}
+        seen.append((steps.launches[decode], steps.launches[(3,) * num_seqs]))
+    assert seen[0] == seen[1]
+    assert seen[0][0] <= A_STEP + OF_OVERLAP * overlaps
+    assert seen[0][1] <= A_STEP + OF_TABLES
     gpu.machine.check()
 
 
-def test_a_mixed_step_is_eager(checkpoints: list[Path], gpu: Rehearsal) -> None:
-    llm = start(gpu, checkpoints[0], max_num_batched_tokens=32)
-    steps = Steps(gpu, llm)
+def test_a_mixed_step_is_replayed_up_to_a_size(checkpoints: list[Path], gpu: Rehearsal) -> None:
+    steps = Steps(gpu, start(gpu, checkpoints[0], max_num_batched_tokens=32))
     steps.generate(3, prompt_len=30)
-    assert {kind for kind, count in steps.replays.items() if count} == {(1,), (1, 1), (1, 1, 1)} & set(steps.replays)
-    assert any(1 in kind and max(kind) > 1 for kind in steps.replays)
+    mixed = [kind for kind in steps.replays if 1 in kind and max(kind) > 1]
+    assert mixed
+    assert set(steps.replays.values()) == {1}
+    assert all(steps.launches[kind] <= A_STEP + OF_TABLES for kind in mixed)
+    gpu.machine.check()
+    steps = Steps(gpu, start(gpu, checkpoints[0], max_num_batched_tokens=1024))
+    steps.generate(1, prompt_len=512 // 3 * 3)
+    steps.generate(1, prompt_len=516)
+    assert (steps.replays[510,], steps.replays[516,]) == (1, 0)
     gpu.machine.check()
 
 
 def test_every_size_is_captured_before_the_engine_serves(checkpoints: list[Path], gpu: Rehearsal) -> None:
     llm = start(gpu, checkpoints[0], max_num_seqs=13)
     num_bytes = gpu.machine.graph_bytes
-    assert num_bytes == len([1, 2, 4, 8, 13]) * GRAPH_BYTES  # those of the trial are gone
+    assert num_bytes == len(shapes(llm)) * GRAPH_BYTES  # those of the trial are gone
     steps = Steps(gpu, llm)
     for num_seqs in range(1, 14):
         steps.generate(num_seqs)
@@ -109,10 +123,11 @@ def test_the_graphs_memory_is_left_out_of_the_cache(checkpoints: list[Path], gpu
     for enforce_eager in (True, False):
         llm = start(gpu, checkpoints[0], enforce_eager=enforce_eager, **options)
         num_blocks[enforce_eager] = llm.engine.info.num_blocks
+        num_graphs = 0 if enforce_eager else len(shapes(llm))
         bytes_per_block = llm.engine.runner.workers.local.shard.page_sizes.block  # type: ignore[attr-defined]
         del llm
     left_out = (num_blocks[True] - num_blocks[False]) * bytes_per_block
-    assert abs(left_out - 5 * GRAPH_BYTES) <= bytes_per_block
+    assert abs(left_out - num_graphs * GRAPH_BYTES) <= bytes_per_block
 
 
 @pytest.mark.parametrize("options", [{"enforce_eager": True}, {"tensor_parallel_size": 2}], ids=["option", "ranks"])

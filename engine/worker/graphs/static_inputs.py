@@ -1,12 +1,16 @@
-"""StaticInputs: the memory from which the graph of one batch size reads a step, and the copy that fills it.
+"""StaticInputs: the memory from which the graph of one shape reads a step, and the copy that fills it.
 
 Every graph reads the beginning of the same slab. What no graph reads follows: it is used before or after the replay.
 
     slab   [ token_ids | positions | slot_mapping | table_rows | seq_lens | logit_indices | changes of block tables ]
              int64       int64       int64          int64        int32      of any length
 
-With sliding windows that have pages of their own, each has its slot mapping after ``table_rows`` and its page map's
-changes after those of the block tables. With recurrent layers, ``state_slots``, int32, follow ``seq_lens``.
+With sliding windows that have pages of their own, each has its slot mapping after ``slot_mapping`` and its page map's
+changes after those of the block tables. With chunks, ``cu_seqlens_q``, int32, follows ``seq_lens``, and so do
+``state_slots``, int32, with recurrent layers. A field holds the values of decodes, padding, those of chunks, padding:
+
+    room for 4 decodes and 8 tokens of chunks     token_ids      a b - -  c c c c c d d -
+    a step with 2 decodes, chunks of 5 and 2      cu_seqlens_q   0 1 2 3  4 9 11 11 ... 12      the last is padding
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import torch
 
 from engine.kv.block_tables import BlockTables
 from engine.kv.page_maps import PageMap
+from engine.worker.graphs.batch_shape import BatchShape
 from engine.worker.step_plan import ModelInput, StepPlan
 from kernels.attention_metadata import AttentionMetadata
 from kernels.device_copy import host_words
@@ -33,12 +38,21 @@ MAX_CHANGES = 64  # of block tables, and of each page map, in one step; in addit
 _PADDING = {"token_ids": 0, "positions": 0, "slot_mapping": -1, "table_rows": 0, "seq_lens": 0}  # of a graph's fields
 
 
-def _layout(size: int, num_windows: int, has_states: bool) -> np.dtype[np.void]:
-    """Return the fields that the graph of ``size`` sequences reads, in whole int64 words."""
-    even = size + size % 2
-    words = ["token_ids", "positions", "slot_mapping", "table_rows", *map(_window_field, range(num_windows))]
-    halves = ["seq_lens", "state_slots"] if has_states else ["seq_lens"]
-    return np.dtype([*((name, np.int64, (size,)) for name in words), *((name, np.int32, (even,)) for name in halves)])
+def _layout(shape: BatchShape, num_windows: int, has_states: bool) -> np.dtype[np.void]:
+    """Return the fields that the graph of a shape reads, in whole int64 words."""
+    of_tokens = ["token_ids", "positions", "slot_mapping", *map(_window_field, range(num_windows))]
+    halves = {"seq_lens": shape.num_seqs}
+    if shape.num_chunks:
+        halves["cu_seqlens_q"] = shape.num_seqs + 1
+    if has_states:
+        halves["state_slots"] = shape.num_seqs
+    return np.dtype(
+        [
+            *((name, np.int64, (shape.num_tokens,)) for name in of_tokens),
+            ("table_rows", np.int64, (shape.num_seqs,)),
+            *((name, np.int32, (size + size % 2,)) for name, size in halves.items()),
+        ]
+    )
 
 
 def _window_field(index: int) -> str:
@@ -46,7 +60,7 @@ def _window_field(index: int) -> str:
 
 
 def _fields(plan: StepPlan) -> Iterator[tuple[str, npt.NDArray[Any], int]]:
-    """Return the fields of ``_layout`` with their values, and what padding sequences have there."""
+    """Return the fields of ``_layout`` with their values, and what padding has there; without ``cu_seqlens_q``."""
     for name, padding in _PADDING.items():
         yield name, getattr(plan, name), padding
     for index, window in enumerate(plan.windows):
@@ -56,38 +70,45 @@ def _fields(plan: StepPlan) -> Iterator[tuple[str, npt.NDArray[Any], int]]:
 
 
 def make_slab(
-    max_num_seqs: int, device: torch.device, *, num_windows: int = 0, has_states: bool = False
+    shapes: Sequence[BatchShape],
+    max_num_seqs: int,
+    device: torch.device,
+    *,
+    num_windows: int = 0,
+    has_states: bool = False,
 ) -> torch.Tensor:
-    """Return the slab for batches of up to ``max_num_seqs`` sequences, int64 words.
+    """Return the slab for batches of any of the shapes, int64 words.
 
     Args:
+        max_num_seqs: sequences of a step, at most.
         num_windows: sliding windows that have pages of their own.
         has_states: whether the model has recurrent layers.
     """
-    fields = _layout(max_num_seqs, num_windows, has_states).itemsize // 8
+    fields = max(_layout(shape, num_windows, has_states).itemsize // 8 for shape in shapes)
+    logits = max(max_num_seqs, *(shape.num_tokens for shape in shapes))
     changes = (1 + num_windows) * 2 * (max_num_seqs + MAX_CHANGES)
-    return torch.zeros(fields + max_num_seqs + changes, dtype=torch.int64, device=device)  # with the logit_indices
+    return torch.zeros(fields + logits + changes, dtype=torch.int64, device=device)
 
 
 class StaticInputs:
     """The inputs of one graph.
 
     Args:
-        size: sequences of the graph, padding included.
-        slab: shared by the graphs of all sizes.
+        shape: of the graph's batch.
+        slab: shared by the graphs of all shapes.
         block_tables: the rank's block tables, whose rows the graph reads.
         block_size: tokens per block.
         page_maps: the rank's, of each sliding window that has pages of its own.
-        has_states: whether the model has recurrent layers.
+        has_states: whether the model has recurrent layers. A shape with chunks must not have them.
 
     Attributes:
-        token_ids: int64 [size]; may be overwritten between ``load`` and the replay.
+        token_ids: int64 [num_tokens]; may be overwritten between ``load`` and the replay.
         recurrent: the batch as recurrent layers see it, or None without them; its slots may be overwritten too.
     """
 
     def __init__(
         self,
-        size: int,
+        shape: BatchShape,
         slab: torch.Tensor,
         block_tables: BlockTables,
         block_size: int,
@@ -95,47 +116,57 @@ class StaticInputs:
         *,
         has_states: bool = False,
     ) -> None:
-        self.size = size
+        self.shape = shape
         self._slab = slab
         self._block_tables, self._page_maps = block_tables, page_maps
         self._writes = [block_tables.write, *(page_map.write for page_map in page_maps)]
         self._max_seq_len = block_tables.shape[1] * block_size
-        self._layout = _layout(size, len(page_maps), has_states)
+        self._layout = _layout(shape, len(page_maps), has_states)
         self._num_words = self._layout.itemsize // 8
         slab[: self._num_words].zero_()  # a capture computes padding alone
-        num_rows = 4 + len(page_maps)
-        rows = slab[: num_rows * size].view(num_rows, size)
-        self.token_ids, self._positions, self._slot_mapping, self._table_rows = rows[:4]
-        self._window_slots = [rows[4 + index] for index in range(len(page_maps))]
-        self._seq_lens, *state_slots = (
-            field[:size] for field in slab[num_rows * size : self._num_words].view(torch.int32).view(1 + has_states, -1)
-        )
-        for slots in (self._slot_mapping, *self._window_slots, *state_slots):
+        self.token_ids, self._positions = self._field("token_ids"), self._field("positions")
+        self._slot_mapping, self._table_rows = self._field("slot_mapping"), self._field("table_rows")
+        self._window_slots = [self._field(_window_field(index)) for index in range(len(page_maps))]
+        self._seq_lens = self._field("seq_lens")[: shape.num_seqs]
+        for slots in (self._slot_mapping, *self._window_slots):
             slots.fill_(-1)
-        self._cu_seqlens_q = torch.arange(size + 1, dtype=torch.int32, device=slab.device)  # every sequence decodes
-        self.recurrent = self._recurrent_metadata(*state_slots) if has_states else None
+        decodes = torch.arange(shape.num_seqs + 1, dtype=torch.int32, device=slab.device)
+        self._cu_seqlens_q = decodes  # of every step, where all sequences decode
+        if shape.num_chunks:
+            self._cu_seqlens_q = self._field("cu_seqlens_q")[: shape.num_seqs + 1]
+            self._cu_seqlens_q.copy_(decodes.clamp(max=shape.num_decodes))
+            self._cu_seqlens_q[-1] = shape.num_tokens
+        self.recurrent = self._recurrent_metadata() if has_states else None
 
-    def _recurrent_metadata(self, slots: torch.Tensor) -> RecurrentMetadata:
+    def _field(self, name: str) -> torch.Tensor:
+        """Return a field's part of the slab."""
+        field, offset = self._layout.fields[name][:2]  # type: ignore[index]
+        values = self._slab[offset // 8 : (offset + field.itemsize) // 8]
+        return values if field.base == np.int64 else values.view(torch.int32)
+
+    def _recurrent_metadata(self) -> RecurrentMetadata:
         """Return the batch as recurrent layers see it: decodes start no sequence and save no state."""
+        assert not self.shape.num_chunks
+        slots = self._field("state_slots")[: self.shape.num_seqs].fill_(-1)
         none = slots.new_empty(0)
-        return RecurrentMetadata(self._cu_seqlens_q, slots, torch.zeros_like(slots), none, none, self.size)
+        return RecurrentMetadata(self._cu_seqlens_q, slots, torch.zeros_like(slots), none, none, self.shape.num_decodes)
 
     def load(self, plan: StepPlan) -> torch.Tensor:
-        """Copy a step of at most ``size`` decodes to the device; write its changes of block tables and page maps there.
+        """Copy a step that fits the shape to the device; write its changes of block tables and page maps there.
 
         Returns:
-            The plan's ``logit_indices``, on the device until the next ``load``.
+            The graph's tokens at the plan's ``logit_indices``, on the device until the next ``load``.
         """
         changes = [plan.table_changes, *((window.changed_blocks, window.changed_pages) for window in plan.windows)]
         first_change = self._num_words + len(plan.logit_indices)
         num_words = first_change + sum(len(entries) + -(-len(ids) // 2) for entries, ids in changes)
         on_host = host_words(num_words, self._slab.device)
         words = on_host.numpy()
-        fields = words[: self._num_words].view(self._layout)[0]
-        for name, array, padding in _fields(plan):
-            fields[name][: len(array)] = array
-            fields[name][len(array) :] = padding
-        words[self._num_words : first_change] = plan.logit_indices
+        self._fill(words[: self._num_words].view(self._layout)[0], plan)
+        indices = plan.logit_indices
+        if self.shape.num_chunks:
+            indices = indices + (indices >= plan.num_decodes) * (self.shape.num_decodes - plan.num_decodes)
+        words[self._num_words : first_change] = indices
         start = first_change
         for entries, ids in changes:
             middle, end = start + len(entries), start + len(entries) + -(-len(ids) // 2)
@@ -145,6 +176,22 @@ class StaticInputs:
         self._slab[:num_words].copy_(on_host, non_blocking=True)
         self._write_changes(first_change, [len(entries) for entries, _ in changes])
         return self._slab[self._num_words : first_change]
+
+    def _fill(self, fields: Any, plan: StepPlan) -> None:
+        """Write a plan's values and their padding."""
+        count, room = plan.num_decodes, self.shape.num_decodes
+        for name, array, padding in _fields(plan):
+            values, end = fields[name], room + len(array) - count
+            values[:count] = array[:count]
+            values[count:room] = padding
+            values[room:end] = array[count:]
+            values[end:] = padding
+        if self.shape.num_chunks:
+            bounds, end = fields["cu_seqlens_q"], room + len(plan.seq_lens) - count
+            bounds[:room] = np.arange(room)
+            bounds[room : end + 1] = plan.cu_seqlens_q[count:] + (room - count)
+            bounds[end + 1 : self.shape.num_seqs] = bounds[end]
+            bounds[self.shape.num_seqs :] = self.shape.num_tokens
 
     def _write_changes(self, start: int, counts: list[int]) -> None:
         """Write the loaded changes of the block tables and of each page map, which begin at ``start`` in the slab."""
@@ -164,8 +211,8 @@ class StaticInputs:
             cu_seqlens_q=self._cu_seqlens_q,
             seq_lens=self._seq_lens,
             block_tables=self._block_tables.select(self._table_rows, self._block_tables.shape[1]),
-            num_decodes=self.size,
-            max_query_len=1,
+            num_decodes=self.shape.num_decodes,
+            max_query_len=self.shape.chunk_tokens or 1,
             max_seq_len=self._max_seq_len,
         )
         return ModelInput(

@@ -16,6 +16,7 @@ class TorchAttention(AttentionBackend):
 
     name: ClassVar[str] = "cpu"
     default_block_size: ClassVar[int] = 4
+    captures_chunks: ClassVar[bool] = True
 
     def check_block_size(self, block_size: int) -> None:
         pass

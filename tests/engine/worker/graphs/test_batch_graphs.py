@@ -11,7 +11,8 @@ import torch
 
 from engine.errors import ConfigError
 from engine.llm import LLM
-from engine.worker.graphs.decode_graphs import DecodeGraph, DecodeGraphs, graph_sizes
+from engine.worker.graphs.batch_graphs import BatchGraph, BatchGraphs
+from engine.worker.graphs.batch_shape import BatchShape, chunk_sizes, decode_sizes, mixed_decode_sizes
 from engine.worker.graphs.static_inputs import StaticInputs
 from engine.worker.step_graphs import StepGraphs
 from engine.worker.step_plan import StepPlan
@@ -33,7 +34,22 @@ from tests.engine.worker.graphs.recorded_graphs import RecordingDevice
     ],
 )
 def test_the_sizes_end_with_max_num_seqs(max_num_seqs: int, sizes: list[int]) -> None:
-    assert graph_sizes(max_num_seqs) == sizes
+    assert decode_sizes(max_num_seqs) == sizes
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "sizes"), [(1, [0, 1]), (8, [0, 8]), (9, [0, 8, 9]), (256, [0, 8, 32, 128, 256])]
+)
+def test_few_numbers_of_decodes_have_graphs_with_chunks(max_num_seqs: int, sizes: list[int]) -> None:
+    assert mixed_decode_sizes(max_num_seqs) == sizes
+
+
+@pytest.mark.parametrize(
+    ("max_num_batched_tokens", "sizes"),
+    [(1, [1]), (32, [32]), (100, [32, 64, 100]), (8192, [32, 64, 128, 192, 256, 384, 512])],
+)
+def test_steps_of_many_tokens_have_no_graph(max_num_batched_tokens: int, sizes: list[int]) -> None:
+    assert chunk_sizes(max_num_batched_tokens) == sizes
 
 
 FURTHER = pytest.mark.exhaustive("layers that differ only outside of attention and the cache")
@@ -52,7 +68,9 @@ def test_poisoned_replays(start: Callable[..., LLM], device: RecordingDevice, mo
         generate(llm, seed)
     for seed, num_seqs in ((1, 1), (2, 2), (12, 2), (3, 3), (8, 8)):
         generate(llm, seed, num_requests=num_seqs)
-    assert set(checks.sizes) == {1, 2, 4, 8, 11}
+    assert {shape.num_decodes for shape in checks.shapes if not shape.num_chunks} == {1, 2, 4, 8, 11}
+    mixed = {shape for shape in checks.shapes if shape.num_chunks}
+    assert mixed >= {BatchShape.mixed(decodes, tokens) for decodes in (0, 8) for tokens in (32, 64)}
     assert {"padding", "changed tables", "swap_in", "block_copies"} <= set(checks.kinds)
     assert checks.num_eager > 10
 
@@ -105,7 +123,7 @@ class Faults:
         ("number_of_one_step", "Tensor-likes are not close"),
         (
             "value_on_the_host",
-            r"CUDA graphs of 3 batch sizes, up to 4, cannot be captured \(.* a value .*enforce_eager",
+            r"CUDA graphs of 7 batches, up to 68 tokens, cannot be captured \(.* a value .*enforce_eager",
         ),
     ],
 )
@@ -119,14 +137,14 @@ def test_a_planted_fault(
     """A capture that holds what belongs to one step is found by the checks above."""
     spoil = getattr(Faults(), fault)
 
-    def capture(graphs: DecodeGraphs, inputs: StaticInputs, hidden: torch.Tensor) -> DecodeGraph:
+    def capture(graphs: BatchGraphs, inputs: StaticInputs, hidden: torch.Tensor) -> BatchGraph:
         def run() -> None:
             model_input = inputs.model_input()
             hidden.copy_(graphs._forward(replace(model_input, token_ids=spoil(model_input.token_ids))))
 
-        return DecodeGraph(inputs, hidden, graphs._device.capture(run))
+        return BatchGraph(inputs, hidden, graphs._device.capture(run))
 
-    monkeypatch.setattr(DecodeGraphs, "_capture_one", capture)
+    monkeypatch.setattr(BatchGraphs, "_capture_one", capture)
     with nullcontext() if error is None else pytest.raises((AssertionError, ConfigError, IndexError), match=error):
         llm = start(max_num_seqs=4)
         Checks(llm, device, monkeypatch)
