@@ -49,9 +49,9 @@ WAITS = {
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[tuple[Rehearsal, LLM]]:
-    """One engine for all tests: a wait does not harm it."""
+    """One engine for all tests: a wait does not harm it. A graph would not run the planted line."""
     with pytest.MonkeyPatch.context() as monkeypatch, simulated(monkeypatch) as gpu:
-        yield gpu, gpu.start()
+        yield gpu, gpu.start(enforce_eager=True)
 
 
 def run(served: tuple[Rehearsal, LLM]) -> None:

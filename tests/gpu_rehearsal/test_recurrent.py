@@ -213,9 +213,8 @@ def test_a_planted_fault(
 
 def test_slots_that_a_graph_does_not_follow(models: Models, gpu: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph reads a copy that was made before its capture: every sequence is padding."""
-    line = "self.recurrent = self._recurrent_metadata"
-    fault = "self.recurrent = self._recurrent_metadata(state_slots[0].clone())"
-    plant(monkeypatch, "engine.worker.graphs.static_inputs:StaticInputs.__init__", line, fault)
+    target, line = "engine.worker.graphs.static_inputs:StaticInputs._recurrent_metadata", "none = slots.new_empty(0)"
+    plant(monkeypatch, target, line, "slots = slots.clone()")
     outputs = generate(start(gpu, models.path("mamba2", num_hidden_layers=1), max_num_seqs=2), PROMPTS)
     assert {answer.finish_reason for output in outputs for answer in output.outputs} == {"abort"}  # NaN
 

@@ -58,8 +58,8 @@ TUNING: tuple[Part, ...] = (
     _part("tune_experts",     "tune:experts_of",                15, 100, model="moe"),
     _part("tune_linears",     "tune:linears_of",                20, 100, models=["0.6b", "8b"]),
 )  # fmt: skip
-CALLS = (CORRECTNESS, FIGURES)
-PARTS = (*CORRECTNESS, *FIGURES, *TUNING)
+CALLS = (CORRECTNESS, FIGURES, TUNING)
+PARTS = tuple(part for call in CALLS for part in call)
 
 
 def with_needs(names: list[str], passed: Collection[str] = ()) -> list[Part]:

@@ -181,7 +181,7 @@ def _places(metadata: AttentionMetadata, num_tokens: int) -> tuple[torch.Tensor,
     tokens = torch.arange(num_tokens, dtype=ends.dtype, device=ends.device)
     sequences = torch.searchsorted(ends, tokens, right=True).clamp(max=metadata.num_seqs - 1)
     positions = metadata.seq_lens[sequences] - (ends[sequences] - tokens)
-    return torch.where(tokens < ends[-1], positions, -1).long(), sequences
+    return torch.where(tokens < ends[-1], positions.clamp(min=-1), -1).long(), sequences
 
 
 def _scores(inputs: IndexerInputs, rows: slice, positions: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
