@@ -54,6 +54,7 @@ class Sizes:
         decode_batches: sequences that decode at the same time.
         decode_context: tokens of each before the first decode.
         decode_steps: timed steps for each batch.
+        arrivals: (sequences that decode, tokens of a prompt that arrives).
         prefills: (prompts, tokens of each), computed at the same time.
         attention: (num_heads, num_kv_heads, head_dim) of the attention kernels' checks.
         context: longest context of those checks.
@@ -75,6 +76,7 @@ class Sizes:
     decode_batches: tuple[int, ...]
     decode_context: int
     decode_steps: int
+    arrivals: tuple[tuple[int, int], ...]
     prefills: tuple[tuple[int, int], ...]
     attention: tuple[tuple[int, int, int], ...]
     context: int
@@ -97,6 +99,7 @@ FULL = Sizes(
     decode_batches=(1, 16, 64, 256),
     decode_context=1024,
     decode_steps=24,
+    arrivals=((1, 128), (32, 128), (32, 480), (128, 250)),
     prefills=((1, 128), (16, 128), (64, 128), (256, 128), (1, 1024), (1, 8192), (1, 32768)),
     attention=((16, 8, 128), (32, 8, 128)),
     context=32768,
@@ -118,6 +121,7 @@ TINY = Sizes(
     decode_batches=(1, 4),
     decode_context=24,
     decode_steps=4,
+    arrivals=((1, 12), (3, 20)),
     prefills=((1, 32), (2, 64)),
     attention=((4, 2, 16),),
     context=512,

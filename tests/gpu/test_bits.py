@@ -1,4 +1,4 @@
-"""Bits of the log-probabilities: a replayed graph's are an eager step's, and with ``batch_invariant`` any batch's."""
+"""Bits of the log-probabilities with ``batch_invariant``: a replayed graph's are an eager step's, and any batch's."""
 
 from __future__ import annotations
 
@@ -31,15 +31,14 @@ def bits(llm: LLM, asked: list[dict[str, list[int]]], params: SamplingParams) ->
 
 
 def load(**options: Any) -> LLM:
-    """Load the demo's model, with steps that take all prompts: so batches are those that graphs are captured for."""
-    fixed = {"device": "cuda", "enable_prefix_caching": False, "max_num_batched_tokens": 2048}
-    return LLM(DEMO_MODEL, **{**OPTIONS, **fixed, **options})
+    return LLM(DEMO_MODEL, **{**OPTIONS, "device": "cuda", "enable_prefix_caching": False, **options})
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_a_graph_computes_what_an_eager_step_does(dtype: str) -> None:
-    asked = prompts(8)  # a batch for which there is a graph
-    graphs, eager = (load(dtype=dtype, enforce_eager=is_eager) for is_eager in (False, True))
+    """Bit for bit where padding does not choose another kernel for products, which it does with cuBLAS."""
+    asked = prompts(13)
+    graphs, eager = (load(dtype=dtype, batch_invariant=True, enforce_eager=is_eager) for is_eager in (False, True))
     for params in (GREEDY, DRAWN):
         assert bits(graphs, asked, params) == bits(eager, asked, params)
 

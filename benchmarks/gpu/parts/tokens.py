@@ -20,7 +20,6 @@ from kernels.attention.base import AttentionBackend
 
 __all__ = ["FAULTS", "STATE_FAULTS", "run"]
 
-MODEL = "tokens"
 MAX_RUNNER_UPS = {"float32": 0.02, "bfloat16": 0.2}  # share of second-best tokens that may be tolerated
 MAX_NOT_FIRST = {"float32": 0.01, "bfloat16": 0.05}  # share of tokens that rounding may change
 LEAST_FOUND = 0.02  # share of the tokens after a planted fault that must be found wrong
@@ -31,8 +30,9 @@ def run(part: PartRun, dtype: str, *, kind: Kind = "dense") -> None:
     """Judge the answers of each backend: with defaults, without CUDA graphs, with a small pool, and with drafts."""
     import torch
 
-    save_model(part.work / MODEL, kind)
-    judge = Judge(part.work / MODEL, dtype, part.device)
+    model = f"tokens_{kind}_{dtype}"  # of this part alone: others may run at the same time
+    save_model(part.work / model, kind)
+    judge = Judge(part.work / model, dtype, part.device)
     prompts = make_prompts(*part.sizes.token_prompts)
     backends = [item for item in usable_backends(part) if has_dtype(item, getattr(torch, dtype))]
     if not backends:
@@ -40,17 +40,17 @@ def run(part: PartRun, dtype: str, *, kind: Kind = "dense") -> None:
     for backend in backends:
         options = {"dtype": dtype, "attention_backend": backend.name}
         for name, more in _cases(backend, max(map(len, prompts)) + MAX_TOKENS).items():
-            with _engine(part, options | more) as llm:
+            with _engine(part, model, options | more) as llm:
                 _check_case(part, f"{backend.name}, {name}", llm, judge, prompts)
         for name, plant in (FAULTS | (STATE_FAULTS if kind == "recurrent" else {})).items():
             # Eager, because a fault that is planted after the capture of CUDA graphs would change nothing.
-            with _engine(part, options | {"enforce_eager": True}) as llm:
+            with _engine(part, model, options | {"enforce_eager": True}) as llm:
                 _check_fault(part, f"{backend.name}, planted: {name}", llm, judge, prompts, plant)
 
 
-def _engine(part: PartRun, options: dict[str, Any]) -> Any:
+def _engine(part: PartRun, model: str, options: dict[str, Any]) -> Any:
     memory = {} if "num_blocks" in options else {"kv_cache_memory": "64MiB"}
-    return loaded(part, MODEL, **({"enable_prefix_caching": True, "max_num_batched_tokens": 2048} | memory | options))
+    return loaded(part, model, **({"enable_prefix_caching": True, "max_num_batched_tokens": 2048} | memory | options))
 
 
 def _cases(backend: AttentionBackend, longest: int) -> dict[str, dict[str, Any]]:

@@ -69,18 +69,19 @@ def add_sink(row_sum, row_max, sink):
 
 
 @triton.jit
-def attend_to_range(
-    query,  # [ROWS, DIM_PADDED]
-    rope_query,  # [ROWS, ROPE_PADDED], of latents what multiplies the rest of a key; or None
-    query_position,  # [ROWS]
+def _attend_to_tiles(
+    state,  # (unnormalised sum [ROWS, DIM_PADDED], row maxima [ROWS], row sums [ROWS]) of the keys before
+    query,
+    rope_query,
+    query_position,
     first_key,
     end_key,
-    key_head,  # pointers to this KV head of slot 0
+    key_head,
     value_head,
     slot_stride,
-    block_table,  # pointer to this sequence's row
+    block_table,
     scale,
-    softcap,  # or None
+    softcap,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -88,20 +89,18 @@ def attend_to_range(
     DIM_PADDED: tl.constexpr,
     ROPE_DIM: tl.constexpr,
     ROPE_PADDED: tl.constexpr,
-    ROWS: tl.constexpr,
     TILE: tl.constexpr,
+    SEES_ALL: tl.constexpr,  # whether every query sees every key of the range, which is a multiple of TILE
 ):
-    """Attend to the keys at positions [first_key, end_key); return the unnormalised sum, row maxima and row sums.
-
-    first_key is a multiple of TILE.
-    """
+    """Add the keys at positions [first_key, end_key) to the state, and return it."""
+    output, row_max, row_sum = state
     dim = tl.arange(0, DIM_PADDED)
-    row_max = tl.full([ROWS], float("-inf"), dtype=tl.float32)
-    row_sum = tl.zeros([ROWS], dtype=tl.float32)
-    output = tl.zeros([ROWS, DIM_PADDED], dtype=tl.float32)
     for start in range(first_key, end_key, TILE):
         position = start + tl.arange(0, TILE)
-        block = tl.load(block_table + position // BLOCK_SIZE, mask=position < end_key, other=-1)
+        if SEES_ALL:
+            block = tl.load(block_table + position // BLOCK_SIZE)
+        else:
+            block = tl.load(block_table + position // BLOCK_SIZE, mask=position < end_key, other=-1)
         slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
         offset = slot[:, None] * slot_stride + dim[None, :]
         mask = (block >= 0)[:, None] & (dim[None, :] < HEAD_DIM)
@@ -113,20 +112,25 @@ def attend_to_range(
             rope_offset = slot[:, None] * slot_stride + HEAD_DIM + rope_dim[None, :]
             rope_keys = tl.load(key_head + rope_offset, mask=rope_mask, other=0.0)
             scores = tl.dot(rope_query, tl.trans(rope_keys), scores, input_precision="ieee")
-        scores = scores * (scale * _LOG2_E) if softcap is None else _capped(scores * scale, softcap) * _LOG2_E
-        distance = query_position[:, None] - position[None, :]
-        # A stored query sees no key from end_key on, nor a block that its window has freed. To check the blocks here
-        # would copy the table once more, in the scores' layout, whose pointers spill registers.
-        visible = distance >= 0
-        if WINDOW > 0:
-            visible = visible & (distance < WINDOW)
-        if CHUNK > 0:
-            visible = visible & (distance <= (query_position % CHUNK)[:, None])
-        scores = tl.where(visible, scores, float("-inf"))
+        # The softmax is of scores * factor, which the exponents multiply by in one operation with the difference.
+        factor = scale * _LOG2_E
+        if softcap is not None:
+            scores = _capped(scores * scale, softcap)
+            factor = _LOG2_E
+        if not SEES_ALL:
+            distance = query_position[:, None] - position[None, :]
+            # A stored query sees no key from end_key on, nor a block that its window has freed. To check the blocks
+            # here would copy the table once more, in the scores' layout, whose pointers spill registers.
+            visible = distance >= 0
+            if WINDOW > 0:
+                visible = visible & (distance < WINDOW)
+            if CHUNK > 0:
+                visible = visible & (distance <= (query_position % CHUNK)[:, None])
+            scores = tl.where(visible, scores, float("-inf"))
 
-        new_max = tl.maximum(row_max, tl.max(scores, axis=1))
+        new_max = tl.maximum(row_max, tl.max(scores, axis=1) * factor)
         finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has seen no key yet
-        weights = tl.exp2(scores - finite_max[:, None])
+        weights = tl.exp2(scores * factor - finite_max[:, None])
         rescale = tl.exp2(row_max - finite_max)
         values = keys
         if rope_query is None:
@@ -136,3 +140,88 @@ def attend_to_range(
         output += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
         row_max = new_max
     return output, row_max, row_sum
+
+
+@triton.jit
+def attend_to_range(
+    query,  # [ROWS, DIM_PADDED]
+    rope_query,  # [ROWS, ROPE_PADDED], of latents what multiplies the rest of a key; or None
+    query_position,  # [ROWS]
+    first_key,
+    seen_end,  # up to there every query sees every key; not used with a window or chunks
+    end_key,
+    key_head,  # pointers to this KV head of slot 0
+    value_head,
+    slot_stride,
+    block_table,  # pointer to this sequence's row
+    scale,  # positive
+    softcap,  # or None
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    ROPE_PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    TWO_LOOPS: tl.constexpr,  # whether keys that every query sees have a loop of their own, without masks
+):
+    """Attend to the keys at positions [first_key, end_key); return the unnormalised sum, row maxima and row sums.
+
+    first_key is a multiple of TILE.
+    """
+    state = (
+        tl.zeros([ROWS, DIM_PADDED], dtype=tl.float32),
+        tl.full([ROWS], float("-inf"), dtype=tl.float32),
+        tl.zeros([ROWS], dtype=tl.float32),
+    )
+    if TWO_LOOPS:
+        masked_from = tl.maximum(first_key, seen_end // TILE * TILE)
+        state = _attend_to_tiles(
+            state,
+            query,
+            rope_query,
+            query_position,
+            first_key,
+            masked_from,
+            key_head,
+            value_head,
+            slot_stride,
+            block_table,
+            scale,
+            softcap,
+            WINDOW,
+            CHUNK,
+            BLOCK_SIZE,
+            HEAD_DIM,
+            DIM_PADDED,
+            ROPE_DIM,
+            ROPE_PADDED,
+            TILE,
+            True,
+        )
+        first_key = masked_from
+    return _attend_to_tiles(
+        state,
+        query,
+        rope_query,
+        query_position,
+        first_key,
+        end_key,
+        key_head,
+        value_head,
+        slot_stride,
+        block_table,
+        scale,
+        softcap,
+        WINDOW,
+        CHUNK,
+        BLOCK_SIZE,
+        HEAD_DIM,
+        DIM_PADDED,
+        ROPE_DIM,
+        ROPE_PADDED,
+        TILE,
+        False,
+    )

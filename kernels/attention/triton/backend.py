@@ -93,23 +93,18 @@ class TritonBackend(AttentionBackend):
 
 
 def _layer_shape(inputs: AttentionInputs) -> LayerShape:
-    if inputs.has_latents:
-        heads = heads_per_tile(inputs.num_heads)
-        return LayerShape(
-            group_size=heads,
-            num_kv_heads=inputs.num_heads // heads,
-            head_dim=inputs.value_dim,
-            element_size=inputs.query.element_size(),
-            window=inputs.window,
-            rope_dim=inputs.head_dim - inputs.value_dim,
-        )
-    return LayerShape(
-        group_size=inputs.group_size,
-        num_kv_heads=inputs.num_kv_heads,
-        head_dim=inputs.head_dim,
-        element_size=inputs.query.element_size(),
-        window=inputs.window,
+    heads = heads_per_tile(inputs.num_heads) if inputs.has_latents else inputs.group_size
+    return _shape(
+        heads,
+        inputs.num_heads // heads,
+        inputs.value_dim,
+        inputs.query.element_size(),
+        inputs.window,
+        inputs.head_dim - inputs.value_dim if inputs.has_latents else 0,
     )
+
+
+_shape = cache(LayerShape)  # one object for all layers and steps of a shape
 
 
 def _split_constants(layer: LayerShape) -> dict[str, int]:
@@ -258,6 +253,7 @@ def _launch_prefills(output: torch.Tensor, inputs: AttentionInputs, layer: Layer
         **_window_constants(layer),
         TILE=layer.keys_per_tile,
         ROWS=rows,
+        TWO_LOOPS=layer.has_small_heads and layer.window is None,
         num_warps=layer.prefill_warps,
         num_stages=layer.prefill_stages if _has_room_for_many_stages(query.device) else _FEW_STAGES,
         enable_fp_fusion=True,

@@ -142,6 +142,7 @@ def split_decode_kernel(
             rope_queries,
             tl.zeros([ROWS], dtype=tl.int32) + seq_len - 1,
             first_key,
+            first_key,
             tl.minimum(first_key + num_keys, seq_len),
             key_cache + kv_head * kv_head_stride,
             value_cache + kv_head * kv_head_stride,
@@ -158,6 +159,7 @@ def split_decode_kernel(
             ROPE_PADDED,
             ROWS,
             TILE,
+            False,
         )
         head, is_head, mask = _own_heads(first_item, kv_head, GROUP_SIZE, HEAD_DIM, DIM_PADDED, ROWS)
         sequence = tl.load(item_sequences + item, volatile=True)  # reloaded, like the heads

@@ -7,6 +7,7 @@ does not depend on the load, and few variants are compiled. This module imports 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from kernels.attention.window import Window, most_keys
 
@@ -20,9 +21,9 @@ _MAX_ROWS = 128
 _MOST_HEADS = 16  # of a tile that shares a latent: their sums and the latents of a tile are in registers
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LayerShape:
-    """One attention layer's shape on one rank.
+    """One attention layer's shape on one rank, and what follows from it, which is computed once.
 
     Attributes:
         group_size: query heads that share a KV head.
@@ -39,17 +40,17 @@ class LayerShape:
     window: Window | None
     rope_dim: int = 0
 
-    @property
+    @cached_property
     def rope_padded(self) -> int:
         """The rest of a latent's key, padded to a dimension that tl.dot takes."""
         return max(_MIN_DOT, _next_power_of_2(self.rope_dim)) if self.rope_dim else 0
 
-    @property
+    @cached_property
     def dim_padded(self) -> int:
         """Elements of a head, padded to a dimension that tl.dot takes."""
         return max(_MIN_DOT, _next_power_of_2(self.head_dim))
 
-    @property
+    @cached_property
     def keys_per_tile(self) -> int:
         """Keys that a program loads at once; KEYS_PER_SPLIT is a multiple of it.
 
@@ -58,17 +59,17 @@ class LayerShape:
         key_bytes = self.dim_padded * self.element_size
         return max(_MIN_DOT, min(64, max(8192 // key_bytes, min(32, 16384 // key_bytes))))
 
-    @property
+    @cached_property
     def decode_rows(self) -> int:
         """Rows of a tile with one query."""
         return max(_MIN_DOT, _next_power_of_2(self.group_size))
 
-    @property
+    @cached_property
     def decode_programs(self) -> int:
         """Programs of decodes on a multiprocessor: as many as its shared memory holds the loads of."""
         return 4 if self.keys_per_tile * self.dim_padded * self.element_size <= 8192 else 2
 
-    @property
+    @cached_property
     def prefill_rows(self) -> int:
         """Rows of a tile with several queries."""
         needs_fewest = self.group_size == 2 or self.group_size & (self.group_size - 1) > 0
@@ -79,20 +80,24 @@ class LayerShape:
         largest = 32 if needs_most else _MAX_ROWS if self.dim_padded <= 128 else 64
         return max(self.decode_rows, largest)
 
-    @property
+    @cached_property
     def prefill_warps(self) -> int:
         """Warps of a program with several queries: 8 where 4 would spill registers, as `compile_for_gpu` shows."""
         needs_more = self.prefill_rows >= _MAX_ROWS or self.element_size == 4 or self.dim_padded > 128
         return 8 if needs_more else 4
 
-    @property
+    @cached_property
+    def has_small_heads(self) -> bool:
+        """Whether registers suffice for all that makes prefills faster, as `compile_for_gpu` shows."""
+        return self.element_size == 2 and self.dim_padded <= 128 and not self.rope_dim
+
+    @cached_property
     def prefill_stages(self) -> int:
         """Depth of the software pipeline of a program with several queries.
 
-        5 is the least at which keys and values are loaded while the last ones are used; where registers or shared
-        memory do not suffice for that, as `compile_for_gpu` shows, it is 2.
+        5 is the least at which keys and values are loaded while the last ones are used.
         """
-        return 5 if self.element_size == 2 and self.dim_padded <= 128 and not self.rope_dim else 2
+        return 5 if self.has_small_heads else 2
 
 
 def heads_per_tile(num_heads: int) -> int:

@@ -66,6 +66,7 @@ def prefill_kernel(
     ROPE_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
+    TWO_LOOPS: tl.constexpr,
 ):
     """One program computes a tile of one sequence's queries for all query heads of one KV head.
 
@@ -106,6 +107,7 @@ def prefill_kernel(
             rope_queries,
             context_len + query_index,
             first_key,
+            tl.minimum(context_len + first_query + 1, end_key),
             end_key,
             key_cache + kv_head * kv_head_stride,
             value_cache + kv_head * kv_head_stride,
@@ -122,6 +124,7 @@ def prefill_kernel(
             ROPE_PADDED,
             ROWS,
             TILE,
+            TWO_LOOPS,
         )
         row = reload_rows(cu_seqlens_q + sequence, first_row, ROWS)
         query_index = first_query + row // GROUP_SIZE

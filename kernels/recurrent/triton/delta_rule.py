@@ -22,6 +22,19 @@ def _normalized(vector, eps):
     return vector * (1.0 / tl.sqrt_rn(tl.sum(vector * vector, axis=0) + eps))
 
 
+@triton.jit
+def _load_token(token, end, tensors, strides, masks):
+    """Load what a head has of a token: query, key, value, decay and beta; after the last token, that one again."""
+    at = tl.minimum(token, end - 1).to(tl.int64)
+    return (
+        tl.load(tensors[0] + at * strides[0], mask=masks[0], other=0.0),
+        tl.load(tensors[1] + at * strides[1], mask=masks[0], other=0.0),
+        tl.load(tensors[2] + at * strides[2], mask=masks[1], other=0.0),
+        tl.load(tensors[3] + at * strides[3], mask=masks[2], other=None if masks[2] is None else 0.0),
+        tl.load(tensors[4] + at * strides[4]),
+    )
+
+
 # Steps differ in their saves and in the alignment of their batch, and a step must not wait for a compilation.
 @triton.jit(
     do_not_specialize=["num_saves"],
@@ -70,24 +83,24 @@ def delta_rule_kernel(
             past = tl.load(state + slot * slot_size + element, mask=mask, other=0.0)
         save = first_save(save_tokens, num_saves, first)
         next_save = save_token(save_tokens, num_saves, save)
+        key_at, value_at = head // HEADS_PER_KEY * KEY_DIM + row, head * VALUE_DIM + column
+        decay_at = head * KEY_DIM + row if DECAYS_ROWS else head
+        tensors = (query + key_at, key + key_at, value + value_at, decay + decay_at, beta + head)
+        decay_stride = NUM_HEADS * KEY_DIM if DECAYS_ROWS else NUM_HEADS
+        strides = (query_stride, key_stride, value_stride, decay_stride, NUM_HEADS)
+        masks = (row_mask, column_mask, row_mask if DECAYS_ROWS else None)
+        # Two tokens are loaded while one is computed: a load takes longer than that.
+        q, k, v, kept, strength = _load_token(first, end, tensors, strides, masks)
+        next_q, next_k, next_v, next_kept, next_strength = _load_token(first + 1, end, tensors, strides, masks)
         for token in range(first, end):
-            at = tl.cast(token, tl.int64)
-            key_at = head // HEADS_PER_KEY * KEY_DIM + row
-            q = tl.load(query + at * query_stride + key_at, mask=row_mask, other=0.0).to(tl.float32)
-            k = tl.load(key + at * key_stride + key_at, mask=row_mask, other=0.0).to(tl.float32)
-            value_at = head * VALUE_DIM + column
-            v = tl.load(value + at * value_stride + value_at, mask=column_mask, other=0.0).to(tl.float32)
-            q, k = _normalized(q, eps) * query_scale, _normalized(k, eps)
-            of_head = at * NUM_HEADS + head
-            if DECAYS_ROWS:
-                past = past * tl.exp(tl.load(decay + of_head * KEY_DIM + row, mask=row_mask, other=0.0))[:, None]
-            else:
-                past = past * tl.exp(tl.load(decay + of_head))
+            later = _load_token(token + 2, end, tensors, strides, masks)
+            q, k = _normalized(q.to(tl.float32), eps) * query_scale, _normalized(k.to(tl.float32), eps)
+            past = past * (tl.exp(kept)[:, None] if DECAYS_ROWS else tl.exp(kept))
             recalled = tl.sum(k[:, None] * past, axis=0)
-            change = (v - recalled) * tl.load(beta + of_head)
+            change = (v.to(tl.float32) - recalled) * strength
             past = past + k[:, None] * change[None, :]
             read = tl.sum(q[:, None] * past, axis=0)
-            to = output + at * (NUM_HEADS * VALUE_DIM) + value_at
+            to = output + tl.cast(token, tl.int64) * (NUM_HEADS * VALUE_DIM) + value_at
             tl.store(to, read.to(output.dtype.element_ty), mask=column_mask)
             if token == next_save:
                 save_slot = tl.load(save_slots + save).to(tl.int64)
@@ -95,4 +108,6 @@ def delta_rule_kernel(
                     tl.store(state + save_slot * slot_size + element, past, mask=mask)
                 save += 1
                 next_save = save_token(save_tokens, num_saves, save)
+            q, k, v, kept, strength = next_q, next_k, next_v, next_kept, next_strength
+            next_q, next_k, next_v, next_kept, next_strength = later
         tl.store(state + slot * slot_size + element, past, mask=mask)

@@ -17,6 +17,18 @@ from kernels.recurrent.triton.saves import first_save, save_token
 __all__ = ["scan_kernel"]
 
 
+@triton.jit
+def _load_token(token, end, tensors, strides, masks):
+    """Load what a head has of a token: input, key, query and step; after the last token, that one again."""
+    at = tl.minimum(token, end - 1).to(tl.int64)
+    return (
+        tl.load(tensors[0] + at * strides[0], mask=masks[0], other=0.0),
+        tl.load(tensors[1] + at * strides[1], mask=masks[1], other=0.0),
+        tl.load(tensors[2] + at * strides[2], mask=masks[1], other=0.0),
+        tl.load(tensors[3] + at * strides[3]),
+    )
+
+
 # Steps differ in their saves and in the alignment of their batch, and a step must not wait for a compilation.
 @triton.jit(
     do_not_specialize=["num_saves"],
@@ -64,16 +76,19 @@ def scan_kernel(
         rate, direct = tl.load(decay + head), tl.load(skip + head)
         save = first_save(save_tokens, num_saves, first)
         next_save = save_token(save_tokens, num_saves, save)
+        input_at, group_at = head * HEAD_DIM + row, head // HEADS_PER_GROUP * STATE_SIZE + column
+        tensors = (inputs + input_at, keys + group_at, queries + group_at, steps + head)
+        strides = (input_stride, key_stride, query_stride, NUM_HEADS)
+        masks = (row_mask, column_mask)
+        # Two tokens are loaded while one is computed: a load takes longer than that.
+        x, k, q, step = _load_token(first, end, tensors, strides, masks)
+        next_x, next_k, next_q, next_step = _load_token(first + 1, end, tensors, strides, masks)
         for token in range(first, end):
-            at = tl.cast(token, tl.int64)
-            input_at, group_at = head * HEAD_DIM + row, head // HEADS_PER_GROUP * STATE_SIZE + column
-            x = tl.load(inputs + at * input_stride + input_at, mask=row_mask, other=0.0).to(tl.float32)
-            k = tl.load(keys + at * key_stride + group_at, mask=column_mask, other=0.0).to(tl.float32)
-            q = tl.load(queries + at * query_stride + group_at, mask=column_mask, other=0.0).to(tl.float32)
-            step = tl.load(steps + at * NUM_HEADS + head)
+            later = _load_token(token + 2, end, tensors, strides, masks)
+            x, k, q = x.to(tl.float32), k.to(tl.float32), q.to(tl.float32)
             past = past * tl.exp(step * rate) + (step * x)[:, None] * k[None, :]
             read = tl.sum(past * q[None, :], axis=1) + direct * x
-            to = output + at * (NUM_HEADS * HEAD_DIM) + input_at
+            to = output + tl.cast(token, tl.int64) * (NUM_HEADS * HEAD_DIM) + input_at
             tl.store(to, read.to(output.dtype.element_ty), mask=row_mask)
             if token == next_save:
                 save_slot = tl.load(save_slots + save).to(tl.int64)
@@ -81,4 +96,6 @@ def scan_kernel(
                     tl.store(state + save_slot * slot_size + element, past, mask=mask)
                 save += 1
                 next_save = save_token(save_tokens, num_saves, save)
+            x, k, q, step = next_x, next_k, next_q, next_step
+            next_x, next_k, next_q, next_step = later
         tl.store(state + slot * slot_size + element, past, mask=mask)

@@ -125,6 +125,7 @@ def test_a_dtype_that_no_backend_computes_is_refused_with_the_choices() -> None:
 
 def test_triton_on_a_cpu_is_for_its_interpreter_only(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
+    import_module("kernels.attention.triton.backend")  # what is imported below stays as it is then
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(ValueError, match=r"'triton' cannot run .*, or TRITON_INTERPRET=1 .*; use auto or cpu"):
         select_backend(CPU, FP32, "triton")
