@@ -48,10 +48,11 @@ FIGURES: tuple[Part, ...] = (
     _part("arrivals_0.6b",    "arrivals:run",                   25,  80, "checkpoint_0.6b", model="0.6b"),
     _part("prefill_0.6b",     "prefill:run",                    12,  50, "limits checkpoint_0.6b", model="0.6b"),
     _part("step_time_0.6b",   "step_time:run",                  20,  80, "checkpoint_0.6b", model="0.6b"),
+    _part("step_time_8b",     "step_time:run",                  30,  80, "checkpoint_8b", model="8b"),
     _part("attention_speed",  "attention_speed:run",            20,  70, "limits"),
     _part("checkpoint_moe",   "checkpoint:run",                  9,  60, model="moe"),
     _part("decode_moe",       "decode:run",                     20,  80, "limits checkpoint_moe", model="moe"),
-    _part("options_0.6b",     "options:run",                    52, 100, "checkpoint_0.6b", model="0.6b"),
+    _part("options_0.6b",     "options:run",                    48, 100, "checkpoint_0.6b", model="0.6b"),
     _part("step_time_moe",    "step_time:run",                  20,  80, "checkpoint_moe", model="moe"),
 )  # fmt: skip
 TUNING: tuple[Part, ...] = (

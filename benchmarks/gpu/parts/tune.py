@@ -14,6 +14,7 @@ from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
+from torch.nn import functional
 from triton.runtime.errors import OutOfResources
 
 from benchmarks.gpu.graphs import captured
@@ -162,6 +163,14 @@ LINEAR_CONSTANTS = {
     "128 x 64 x 64, 4 stages": _linear(128, 64, 64, 4),
     "64 x 32 x 128, 5 stages": _linear(64, 32, 128, 5),
     "64 x 64 x 64, 6 stages": _linear(64, 64, 64, 6),
+    "16 x 16 x 256, 4 stages": _linear(16, 16, 256, 4),
+    "16 x 32 x 128, 5 stages": _linear(16, 32, 128, 5),
+    "16 x 32 x 256, 3 stages": _linear(16, 32, 256, 3),
+    "16 x 32 x 256, 4 stages": _linear(16, 32, 256, 4),
+    "16 x 64 x 128, 4 stages": _linear(16, 64, 128, 4),
+    "16 x 64 x 256, 3 stages": _linear(16, 64, 256, 3),
+    "16 x 16 x 512, 3 stages": _linear(16, 16, 512, 3),
+    "cuBLAS": Constants({(linear, "linear_triton"): functional.linear}),
 }
 TOKENS = (1, 16, 64, 256, 2048)
 
