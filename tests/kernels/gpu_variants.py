@@ -90,9 +90,10 @@ def run_latents(*, dtype: torch.dtype, shape: tuple[int, int, int], block_size: 
             )
 
 
-def _run_linear(*, dtype: torch.dtype, num_inputs: int, num_outputs: int, has_bias: bool) -> None:
+def _run_linear(*, dtype: torch.dtype, num_rows: int, num_inputs: int, num_outputs: int, has_bias: bool) -> None:
     weight = torch.zeros(num_outputs, num_inputs, dtype=dtype)
-    linear_triton(torch.zeros(70, num_inputs, dtype=dtype), weight, weight[:, 0].contiguous() if has_bias else None)
+    bias = weight[:, 0].contiguous() if has_bias else None
+    linear_triton(torch.zeros(num_rows, num_inputs, dtype=dtype), weight, bias)
 
 
 def run_sparse(
@@ -151,7 +152,13 @@ VARIANTS = {
     "recurrent": _Kernels(_run_recurrent, {"model": tuple(RECURRENT_MODELS), "dtype": DTYPES}),
     "linear": _Kernels(
         _run_linear,
-        {"dtype": DTYPES, "num_inputs": (128, 100), "num_outputs": (128, 33), "has_bias": (False, True)},
+        {
+            "dtype": DTYPES,
+            "num_rows": (70, 600),
+            "num_inputs": (128, 100),
+            "num_outputs": (128, 33),
+            "has_bias": (False, True),
+        },
     ),
 }
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(600)  # a table of variants takes two minutes o
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes of a program, by compute capability
 ATTENTION = {"prefill_kernel", "plan_splits_kernel", "split_decode_kernel", "reduce_splits_kernel"}
 VOCAB_SIZES = ("128256", "262144", "151936", "50257")  # of Llama 3, Gemma 3, Qwen3 and GPT-2, which is odd
-TWO_TILES = 2 * 2 * 64 * 128 * 2  # bytes of keys and values of head_dim 128: one is loaded while one is used
+TWO_TILES = 2 * 2 * 32 * 128 * 2  # bytes of keys and values of head_dim 128: one is loaded while one is used
 
 
 def _python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

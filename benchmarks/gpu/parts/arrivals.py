@@ -9,6 +9,7 @@ from time import perf_counter
 from benchmarks.gpu.engines import decoding, loaded, random_ids, timed_steps
 from benchmarks.gpu.part_run import PartRun
 from engine.engine import Engine
+from engine.llm import LLM
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 
@@ -24,10 +25,7 @@ def run(part: PartRun, model: str) -> None:
     for name, enforce_eager in (("graphs", False), ("eager", True)):
         with loaded(part, model, max_num_seqs=most, enforce_eager=enforce_eager) as llm:
             for streams, prompt in part.sizes.arrivals:
-                steps = 4 * REPEATS + 20
-                with decoding(llm, streams, part.sizes.decode_context, steps=steps, seed=prompt) as engine:
-                    decode, _ = timed_steps(part, engine, REPEATS)
-                    first_token = statistics.median(_first_token_s(engine, prompt, seed) for seed in range(REPEATS))
+                decode, first_token = _measure(part, llm, streams, prompt)
                 figures = {"decode_milliseconds": 1e3 * decode, "first_token_milliseconds": 1e3 * first_token}
                 part.record(f"{name}, {streams} streams, {prompt} tokens", figures)
                 lines.append(
@@ -35,6 +33,14 @@ def run(part: PartRun, model: str) -> None:
                     f"{prompt:4} tokens of a prompt beside them take {1e3 * first_token:6.2f}"
                 )
                 part.record("summary", lines)
+
+
+def _measure(part: PartRun, llm: LLM, streams: int, prompt: int) -> tuple[float, float]:
+    """Return the seconds of a step that decodes, and those until a prompt's token."""
+    steps = 4 * REPEATS + 20
+    with decoding(llm, streams, part.sizes.decode_context, steps=steps, seed=prompt) as engine:
+        decode, _ = timed_steps(part, engine, REPEATS)
+        return decode, statistics.median(_first_token_s(engine, prompt, seed) for seed in range(REPEATS))
 
 
 def _first_token_s(engine: Engine, prompt: int, seed: int) -> float:

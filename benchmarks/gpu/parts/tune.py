@@ -72,10 +72,9 @@ class Constants:
             yield
 
 
-def _prefill(rows: int, warps: int, stages: int, tile: int = 64, *, down: bool = True) -> Constants:
+def _prefill(rows: int, warps: int, stages: int, tile: int = 64) -> Constants:
     return Constants(
-        {(attention, "_PREFILL_STAGES"): stages, (attention, "_COUNT_DOWN"): down},
-        {"prefill_rows": rows, "prefill_warps": warps, "keys_per_tile": tile},
+        shape={"prefill_rows": rows, "prefill_warps": warps, "prefill_stages": stages, "keys_per_tile": tile}
     )
 
 
@@ -85,11 +84,10 @@ def _decode(
     modules = {
         (attention, "_DECODE_STAGES"): stages,
         (attention, "_DECODE_WARPS"): warps,
-        (attention, "_PROGRAMS_PER_MULTIPROCESSOR"): programs,
     }
     for module in (attention, layer_shape):
         modules |= {(module, "KEYS_PER_SPLIT"): keys, (module, "MAX_SPLITS"): splits}
-    return Constants(modules, {"keys_per_tile": tile})
+    return Constants(modules, {"keys_per_tile": tile, "decode_programs": programs})
 
 
 def _experts(outputs: int, inputs: int, stages: int, warps: int = 4) -> Constants:
@@ -98,20 +96,13 @@ def _experts(outputs: int, inputs: int, stages: int, warps: int = 4) -> Constant
 
 
 def _linear(rows: int, outputs: int, inputs: int, stages: int, warps: int = 4) -> Constants:
-    return Constants(
-        {
-            (linear, "_BLOCK_ROWS"): rows,
-            (linear, "_BLOCK_OUTPUTS"): outputs,
-            (linear, "_BLOCK_INPUTS"): {2: inputs},
-            (linear, "_NUM_STAGES"): {2: stages},
-            (linear, "_num_warps"): lambda element_size, num_inputs: warps,
-        }
-    )
+    sizes = {"BLOCK_ROWS": rows, "BLOCK_OUTPUTS": outputs, "BLOCK_INPUTS": inputs}
+    tile = sizes | {"num_stages": stages, "num_warps": warps}
+    return Constants({(linear, "_tile"): lambda rows: tile})
 
 
 PREFILL_CONSTANTS = {
     AS_THEY_ARE: Constants(),
-    "ascending": _prefill(128, 8, 2, down=False),
     "128 rows, 8 warps, 2 stages": _prefill(128, 8, 2),
     "128 rows, 8 warps, 3 stages": _prefill(128, 8, 3),
     "128 rows, 8 warps, 5 stages": _prefill(128, 8, 5),

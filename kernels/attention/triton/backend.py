@@ -21,11 +21,11 @@ from kernels.attention.triton.prefill import prefill_kernel
 from kernels.attention.triton.sparse import sparse_attention_triton
 from kernels.attention.window import Window, sliding_and_chunk
 from kernels.attention_metadata import AttentionMetadata
+from kernels.shared_memory import has_large_shared_memory
 
 __all__ = ["TritonBackend"]
 
-_FEW_STAGES = 2  # of prefills where a program gets little shared memory, as on cards for consumers, 99 KB
-_MANY_STAGES_BYTES = 120 * 1024  # what a program takes whose loads run ahead
+_FEW_STAGES = 2  # of prefills on GPUs whose programs get little shared memory
 _DECODE_WARPS = 4
 _DECODE_STAGES = 5  # the software pipeline's depth, as LayerShape.prefill_stages
 # Of elements of 32 bits, and of latents. Else ptxas spills a register of some variants to fit more programs than shared
@@ -147,14 +147,6 @@ def _num_multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-@cache
-def _has_room_for_many_stages(device: torch.device) -> bool:
-    if device.type != "cuda":
-        return True
-    properties = torch.cuda.get_device_properties(device)
-    return bool(properties.shared_memory_per_block_optin >= _MANY_STAGES_BYTES)  # type: ignore[attr-defined]
-
-
 def _plan_splits(metadata: AttentionMetadata, layer: LayerShape) -> _SplitPlan:
     num_decodes = metadata.num_decodes
     lengths = metadata.seq_lens
@@ -255,7 +247,7 @@ def _launch_prefills(output: torch.Tensor, inputs: AttentionInputs, layer: Layer
         ROWS=rows,
         TWO_LOOPS=layer.has_small_heads and layer.window is None,
         num_warps=layer.prefill_warps,
-        num_stages=layer.prefill_stages if _has_room_for_many_stages(query.device) else _FEW_STAGES,
+        num_stages=layer.prefill_stages if has_large_shared_memory(query.device) else _FEW_STAGES,
         enable_fp_fusion=True,
         ptx_options=_MANY_REGISTERS if layer.element_size == 4 or layer.rope_dim else None,
     )

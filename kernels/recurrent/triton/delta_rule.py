@@ -19,7 +19,7 @@ __all__ = ["delta_rule_kernel"]
 
 @triton.jit
 def _normalized(vector, eps):
-    return vector * (1.0 / tl.sqrt_rn(tl.sum(vector * vector, axis=0) + eps))
+    return vector * tl.rsqrt(tl.sum(vector * vector, axis=0) + eps)
 
 
 @triton.jit
