@@ -21,6 +21,8 @@ __all__ = ["StepGraphs"]
 
 logger = logging.getLogger(__name__)
 
+CHUNK_TOKENS_OF_16_GB = 512
+
 
 class StepGraphs:
     """The CUDA graphs of one rank, after ``capture``.
@@ -50,6 +52,15 @@ class StepGraphs:
         if not isinstance(self._shard.model, Decoder):
             return "the modules of transformers may wait for the GPU"
         return None
+
+    @property
+    def _max_chunk_tokens(self) -> int:
+        """The most tokens of prompts that a GPU computes in less time than the host takes to launch their kernels.
+
+        With 8B parameters an H200 computes 512 tokens in the 14 ms that its host took for a step without a graph.
+        """
+        tokens = CHUNK_TOKENS_OF_16_GB * 16e9 / max(self._shard.weight_bytes, 1)
+        return min(self._shard.config.max_num_batched_tokens, max(CHUNK_TOKENS_OF_16_GB, int(tokens)))
 
     def find(self, plan: StepPlan) -> BatchGraph | None:
         """Return the graph that computes a step; None if there is none."""
@@ -96,5 +107,5 @@ class StepGraphs:
             shard.block_size,
             page_maps,
             has_states=kv_cache.sizes.num_slots > 0,
-            max_chunk_tokens=shard.config.max_num_batched_tokens if shard.backend.captures_chunks else 0,
+            max_chunk_tokens=self._max_chunk_tokens if shard.backend.captures_chunks else 0,
         )

@@ -86,7 +86,9 @@ def test_layers_add_no_launches_to_decodes_and_prompts(
     gpu.machine.check()
 
 
-def test_a_mixed_step_is_replayed_up_to_a_size(checkpoints: list[Path], gpu: Rehearsal) -> None:
+def test_a_mixed_step_is_replayed_up_to_a_size(
+    checkpoints: list[Path], gpu: Rehearsal, monkeypatch: pytest.MonkeyPatch
+) -> None:
     steps = Steps(gpu, start(gpu, checkpoints[0], max_num_batched_tokens=32))
     steps.generate(3, prompt_len=30)
     mixed = [kind for kind in steps.replays if 1 in kind and max(kind) > 1]
@@ -94,10 +96,11 @@ def test_a_mixed_step_is_replayed_up_to_a_size(checkpoints: list[Path], gpu: Reh
     assert set(steps.replays.values()) == {1}
     assert all(steps.launches[kind] <= A_STEP + OF_TABLES for kind in mixed)
     gpu.machine.check()
-    steps = Steps(gpu, start(gpu, checkpoints[0], max_num_batched_tokens=1024, enable_prefix_caching=False))
-    steps.generate(1, prompt_len=510)
-    steps.generate(1, prompt_len=516)
-    assert (steps.replays[510,], steps.replays[516,]) == (1, 0)
+    monkeypatch.setattr("engine.worker.step_graphs.StepGraphs._max_chunk_tokens", 60)
+    steps = Steps(gpu, start(gpu, checkpoints[0], max_num_batched_tokens=128, enable_prefix_caching=False))
+    steps.generate(1, prompt_len=60)
+    steps.generate(1, prompt_len=63)
+    assert (steps.replays[60,], steps.replays[63,]) == (1, 0)
     gpu.machine.check()
 
 

@@ -49,7 +49,7 @@ class BatchGraphs:
         block_size: tokens per block.
         page_maps: the rank's, of each sliding window that has pages of its own.
         has_states: whether the model has recurrent layers; its steps with chunks have no graphs.
-        max_chunk_tokens: of a step, at most; 0: only decodes get graphs.
+        max_chunk_tokens: of the largest graph's chunks together; 0: only decodes get graphs.
     """
 
     def __init__(

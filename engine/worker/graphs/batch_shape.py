@@ -7,7 +7,7 @@ from typing import NamedTuple
 __all__ = ["MAX_CHUNKS", "BatchShape", "chunk_sizes", "decode_sizes", "mixed_decode_sizes"]
 
 MAX_CHUNKS = 32  # of a step: prompts and sequences with drafts; more are rare, and their step is long
-_CHUNK_SIZES = (32, 64, 128, 192, 256, 384, 512)  # larger steps compute for longer than the host takes to launch them
+_CHUNK_SIZES = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 
 
 class BatchShape(NamedTuple):
@@ -63,7 +63,7 @@ def mixed_decode_sizes(max_num_seqs: int) -> list[int]:
     return [*sizes, max_num_seqs]
 
 
-def chunk_sizes(max_num_batched_tokens: int) -> list[int]:
-    """Return the numbers of chunks' tokens that get graphs, ascending."""
-    largest = min(_CHUNK_SIZES[-1], max_num_batched_tokens)
+def chunk_sizes(max_chunk_tokens: int) -> list[int]:
+    """Return the numbers of chunks' tokens that get graphs, ascending, up to ``max_chunk_tokens`` and 2,048."""
+    largest = min(_CHUNK_SIZES[-1], max_chunk_tokens)
     return [*(size for size in _CHUNK_SIZES if size < largest), largest]

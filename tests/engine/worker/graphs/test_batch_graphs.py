@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -45,11 +47,28 @@ def test_few_numbers_of_decodes_have_graphs_with_chunks(max_num_seqs: int, sizes
 
 
 @pytest.mark.parametrize(
-    ("max_num_batched_tokens", "sizes"),
-    [(1, [1]), (32, [32]), (100, [32, 64, 100]), (8192, [32, 64, 128, 192, 256, 384, 512])],
+    ("max_chunk_tokens", "sizes"),
+    [
+        (1, [1]),
+        (32, [32]),
+        (100, [32, 64, 100]),
+        (8192, [32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048]),
+    ],
 )
-def test_steps_of_many_tokens_have_no_graph(max_num_batched_tokens: int, sizes: list[int]) -> None:
-    assert chunk_sizes(max_num_batched_tokens) == sizes
+def test_steps_of_many_tokens_have_no_graph(max_chunk_tokens: int, sizes: list[int]) -> None:
+    assert chunk_sizes(max_chunk_tokens) == sizes
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "max_num_batched_tokens", "tokens"),
+    [(1.2, 8192, 6826), (8, 8192, 1024), (16, 8192, 512), (140, 8192, 512), (1.2, 300, 300)],
+)
+def test_a_large_model_computes_long_chunks_without_graphs(
+    gigabytes: float, max_num_batched_tokens: int, tokens: int
+) -> None:
+    config = SimpleNamespace(max_num_batched_tokens=max_num_batched_tokens)
+    shard: Any = SimpleNamespace(weight_bytes=int(gigabytes * 1e9), config=config)
+    assert StepGraphs(shard)._max_chunk_tokens == tokens
 
 
 FURTHER = pytest.mark.exhaustive("layers that differ only outside of attention and the cache")
