@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from deployments.parsers.schema_references import Schema, is_resource, reference_of, target
 
-__all__ = ["ANY", "Schema", "SchemaPart", "Tools"]
+__all__ = ["ANY", "Allowed", "Schema", "SchemaPart", "Tools"]
 
 ANY = "any"  # what a schema refers to or combines, but does not limit
 Tools: TypeAlias = Mapping[str, Schema]  # name -> JSON schema of the parameters
@@ -31,6 +31,18 @@ _MEANT: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(("properties", "additionalProperties", "patternProperties", "required"), frozenset(["object"])),
     **dict.fromkeys(("items", "prefixItems", "minItems", "maxItems", "uniqueItems"), frozenset(["array"])),
 }
+
+
+class Allowed(NamedTuple):
+    """Which values a schema allows.
+
+    Attributes:
+        types: as ``SchemaPart.types``.
+        listed: the values that ``enum`` and ``const`` list. Of different types, they tell what a text stands for.
+    """
+
+    types: set[str]
+    listed: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +77,11 @@ class SchemaPart:
         if meant := {name for part, _ in self._parts() for key in _MEANT if key in part for name in _MEANT[key]}:
             return meant
         return {ANY} if any(key in schema for schema, _ in self.schemas for key in _COMBINED) else set()
+
+    @property
+    def allowed(self) -> Allowed:
+        """The types, and the listed values, of all schemas and those that they refer to and combine."""
+        return Allowed(self.types, tuple(value for part, _ in self._parts() for value in _listed(part)))
 
     def property(self, name: str) -> SchemaPart:
         """Return what is said about an object's property, directly, through references and in combined schemas."""
@@ -148,13 +165,17 @@ def _named(schema: Schema) -> set[str] | None:
 
 def _of_values(schema: Schema) -> set[str] | None:
     """Return the types of the values that ``enum`` and ``const`` list."""
-    values = list(schema["enum"]) if isinstance(schema.get("enum"), list) else []
-    if "const" in schema:
-        values = [schema["const"]]
+    values = _listed(schema)
     types = {next((name for kind, name in _JSON_TYPES if isinstance(value, kind)), ANY) for value in values}
     if any(isinstance(value, float) and value.is_integer() for value in values):
         types.add("integer")  # JSON Schema 2020-12, core, 4.2.2
     return types or None
+
+
+def _listed(schema: Schema) -> list[Any]:
+    if "const" in schema:
+        return [schema["const"]]
+    return list(schema["enum"]) if isinstance(schema.get("enum"), list) else []
 
 
 def _schemas(schema: Schema, key: str) -> list[Schema]:

@@ -11,18 +11,18 @@ from typing import Any
 from deployments.parsers.events import CallArguments
 from deployments.parsers.json_scanner import valid_json
 from deployments.parsers.reader import MalformedError
-from deployments.parsers.schema_types import Schema, SchemaPart
+from deployments.parsers.schema_types import Allowed, Schema, SchemaPart
 
-__all__ = ["argument_types", "as_json", "encode", "literal_value", "string_piece"]
+__all__ = ["allowed_argument", "as_json", "encode", "literal_value", "string_piece"]
 
 _TYPE_OF = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 _NAMES = {"true": True, "false": False, "null": None}
 
 
-def argument_types(parameters: Schema, key: str) -> set[str]:
-    """Return the types that a tool's ``parameters`` allow for an argument, as ``SchemaPart.types`` does."""
-    return SchemaPart.of(parameters).property(key).types
+def allowed_argument(parameters: Schema, key: str) -> Allowed:
+    """Return what a tool's ``parameters`` allow for an argument."""
+    return SchemaPart.of(parameters).property(key).allowed
 
 
 def string_piece(text: str) -> CallArguments:
@@ -30,23 +30,32 @@ def string_piece(text: str) -> CallArguments:
     return CallArguments(encode_basestring(text)[1:-1])
 
 
-def as_json(text: str, types: set[str], *, allows_python: bool = False) -> str:
-    """Return the JSON that ``text`` stands for: itself, if it is JSON of one of ``types``, else a string.
+def as_json(text: str, allowed: Allowed, *, allows_python: bool = False) -> str:
+    """Return the JSON that ``text`` stands for: itself, if it is JSON of an allowed type, else a string.
+
+    A text that is JSON and one of the listed strings is that string, unless its value is listed, too.
 
     Args:
         text: the value.
-        types: as ``argument_types`` returns them.
         allows_python: whether a list or an object may also be written as in Python.
     """
-    stripped = text.strip()
+    stripped, types = text.strip(), allowed.types
     valid = valid_json(_WORDS.get(stripped, stripped))
     if valid is None and allows_python and stripped[:1] in tuple("[{") and "string" not in types:
         valid = _python_as_json(stripped)
     if valid is None:
         return encode_basestring(text)
+    if stripped in [value for value in allowed.listed if isinstance(value, str)] and not _is_listed(valid, allowed):
+        return encode_basestring(stripped)
     kind = _TYPE_OF.get(valid[0], "number")
     fits = kind in types or (kind == "number" and "integer" in types and float(valid).is_integer())
     return encode_basestring(text) if "string" in types and not fits else valid
+
+
+def _is_listed(text: str, allowed: Allowed) -> bool:
+    """Whether a JSON text is one of the listed values; 1 is 1.0, and not true."""
+    value = json.loads(text)
+    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in allowed.listed)
 
 
 def encode(value: Any) -> str:

@@ -11,7 +11,7 @@ from deployments.parsers.events import CallArguments, CallStart, Steps
 from deployments.parsers.json_calls import checked_name
 from deployments.parsers.marked import CallReader, Thoughts
 from deployments.parsers.reader import MalformedError, Reader
-from deployments.parsers.schema_types import ANY, Tools
+from deployments.parsers.schema_types import ANY, Allowed, Tools
 from deployments.parsers.typed_values import as_json, string_piece
 
 __all__ = ["FUNCTION_GEMMA", "GEMMA4", "GEMMA4_DROPPED", "GEMMA4_THOUGHTS", "GemmaFormat"]
@@ -123,4 +123,4 @@ def _value(reader: Reader, format: GemmaFormat, depth: int) -> Steps[None]:
     else:
         text, _ = yield from reader.take_until([",", "}", "]"], limit=_MAX_BARE)
         reader.position -= 1
-        yield CallArguments(as_json(text.strip(), {ANY}))
+        yield CallArguments(as_json(text.strip(), Allowed({ANY})))

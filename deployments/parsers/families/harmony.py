@@ -15,8 +15,8 @@ from json.encoder import encode_basestring
 from deployments.parsers.events import CallArguments, CallStart, Content, Event, Reasoning, Steps
 from deployments.parsers.json_calls import arguments, attempt, checked_name
 from deployments.parsers.reader import MalformedError, Reader
-from deployments.parsers.schema_types import Schema, Tools
-from deployments.parsers.typed_values import argument_types, as_json
+from deployments.parsers.schema_types import Allowed, Schema, Tools
+from deployments.parsers.typed_values import allowed_argument, as_json
 
 __all__ = ["MARKERS", "harmony"]
 
@@ -113,7 +113,7 @@ def _text_call(reader: Reader, name: str, parameters: Schema) -> Steps[None]:
     names = list(properties) if isinstance(properties, Mapping) else []
     key = names[0] if len(names) == 1 else _INPUT
     text = yield from _text(reader)
-    value = as_json(text, argument_types(parameters, key) if names == [key] else {"string"})
+    value = as_json(text, allowed_argument(parameters, key) if names == [key] else Allowed({"string"}))
     yield CallArguments(f"{{{encode_basestring(key)}: {value}}}")
 
 

@@ -12,8 +12,8 @@ from deployments.parsers.events import CallArguments, CallStart, Steps
 from deployments.parsers.json_calls import arguments, checked_name
 from deployments.parsers.marked import Thoughts
 from deployments.parsers.reader import MalformedError, Reader
-from deployments.parsers.schema_types import ANY, Tools
-from deployments.parsers.typed_values import argument_types, as_json, string_piece
+from deployments.parsers.schema_types import ANY, Allowed, Tools
+from deployments.parsers.typed_values import allowed_argument, as_json, string_piece
 
 __all__ = ["KIMI_K3_CALLS", "KIMI_K3_DROPPED", "KIMI_K3_THOUGHTS", "KIMI_K3_TOKENS"]
 
@@ -45,8 +45,8 @@ def _call(reader: Reader, tools: Tools) -> Steps[None]:
         yield CallArguments(f"{opening}{encode_basestring(key)}: ")
         opening = ", "
         stated = attributes.get("type")
-        types = argument_types(tools.get(name, {}), key) if stated is None else {stated}
-        yield from _value(reader, types)
+        allowed = allowed_argument(tools.get(name, {}), key) if stated is None else Allowed({stated})
+        yield from _value(reader, allowed)
         has_ended = yield from _has_ended(reader)
     yield CallArguments("{}" if opening == "{" else "}")
 
@@ -70,17 +70,17 @@ def _attributes(reader: Reader) -> Steps[dict[str, str]]:
     return {name: value.replace("&quot;", '"').replace("&amp;", "&") for name, value in attributes}
 
 
-def _value(reader: Reader, types: set[str]) -> Steps[None]:
+def _value(reader: Reader, allowed: Allowed) -> Steps[None]:
     """Read a value and the end of its section; a string is emitted as it comes."""
     end = _close("argument")
-    if types <= {"string"}:
+    if allowed.types <= {"string"}:
         yield CallArguments('"')
         if (yield from reader.until([end], string_piece)) is None:
             raise MalformedError
         yield CallArguments('"')
     else:
         text, _ = yield from reader.take_until([end], limit=_MAX_VALUE)
-        yield CallArguments(as_json(text, types if "string" in types else {ANY}))
+        yield CallArguments(as_json(text, allowed if "string" in allowed.types else Allowed({ANY})))
 
 
 KIMI_K3_CALLS = {f"{_OPEN}call ": _call}

@@ -11,7 +11,7 @@ from deployments.parsers.events import CallArguments, CallStart, Steps
 from deployments.parsers.json_calls import checked_name
 from deployments.parsers.marked import Thoughts
 from deployments.parsers.reader import MalformedError, Reader
-from deployments.parsers.schema_types import ANY, SchemaPart, Tools
+from deployments.parsers.schema_types import ANY, Allowed, SchemaPart, Tools
 from deployments.parsers.typed_values import as_json, string_piece
 
 __all__ = ["MINIMAX_M3_CALLS", "MINIMAX_M3_MARKERS", "MINIMAX_M3_THOUGHTS"]
@@ -68,19 +68,19 @@ def _value(reader: Reader, key: str, schema: SchemaPart, depth: int) -> Steps[st
         raise MalformedError
     text, _ = yield from reader.take_until([_NAMESPACE], limit=_MAX_VALUE)
     reader.position -= len(_NAMESPACE)
-    types = schema.types
+    allowed = schema.allowed
     if (yield from reader.literal(_end_tag(key))):
-        empty = next((brackets for kind, brackets in _EMPTY.items() if kind in types), None)
+        empty = next((brackets for kind, brackets in _EMPTY.items() if kind in allowed.types), None)
         if empty is not None and not text.strip():
             return empty
-        return as_json(text, types or ({ANY} if depth else {"string"}))
+        return as_json(text, allowed if allowed.types else Allowed({ANY} if depth else {"string"}))
     if text.strip():
         raise MalformedError
     members: list[tuple[str, str]] = []
     while (child := (yield from _next_tag(reader, _end_tag(key)))) is not None:
         inner = schema.item(len(members)) if child == _ITEM else schema.property(child)
         members.append((child, (yield from _value(reader, child, inner, depth + 1))))
-    if "object" not in types and all(child == _ITEM for child, _ in members):
+    if "object" not in allowed.types and all(child == _ITEM for child, _ in members):
         return f"[{', '.join(value for _, value in members)}]"
     return f"{{{', '.join(f'{encode_basestring(child)}: {value}' for child, value in members)}}}"
 

@@ -14,8 +14,8 @@ from deployments.parsers.families.think import plain
 from deployments.parsers.json_calls import checked_name
 from deployments.parsers.json_scanner import valid_json
 from deployments.parsers.reader import MalformedError, Reader
-from deployments.parsers.schema_types import ANY, Tools
-from deployments.parsers.typed_values import argument_types, as_json
+from deployments.parsers.schema_types import ANY, Allowed, Tools
+from deployments.parsers.typed_values import allowed_argument, as_json
 
 __all__ = ["response_template"]
 
@@ -80,7 +80,7 @@ def _call(function: Mapping[str, Any], tools: Tools) -> Iterator[Event]:
     arguments = function.get("arguments") or {}
     if isinstance(arguments, dict):
         parameters = tools.get(str(function["name"]), {})
-        arguments = {key: _typed(value, argument_types(parameters, key)) for key, value in arguments.items()}
+        arguments = {key: _typed(value, allowed_argument(parameters, key)) for key, value in arguments.items()}
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     if (checked := valid_json(text)) is None or not checked.startswith("{"):
         raise MalformedError
@@ -88,8 +88,11 @@ def _call(function: Mapping[str, Any], tools: Tools) -> Iterator[Event]:
     yield CallArguments(checked.encode(errors="backslashreplace").decode())
 
 
-def _typed(value: Any, types: set[str]) -> Any:
-    """Return a value of a call, of one of ``types`` if it has an unambiguous form of that type."""
-    if isinstance(value, str):
-        return value if not types or types & {"string", ANY} else json.loads(as_json(value, types))
-    return json.dumps(value, ensure_ascii=False) if types == {"string"} else value
+def _typed(value: Any, allowed: Allowed) -> Any:
+    """Return a value of a call, of an allowed type if it has an unambiguous form of that type."""
+    types, text = allowed.types, value
+    if not isinstance(value, str):
+        text = json.dumps(value, ensure_ascii=False)
+    elif not types or (types & {"string", ANY} and (not allowed.listed or value in allowed.listed)):
+        return value
+    return json.loads(as_json(text, allowed))

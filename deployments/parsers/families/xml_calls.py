@@ -16,8 +16,8 @@ from deployments.parsers.json_calls import checked_name
 from deployments.parsers.json_scanner import GrowingJson
 from deployments.parsers.marked import CallReader
 from deployments.parsers.reader import MalformedError, Reader
-from deployments.parsers.schema_types import ANY, Tools
-from deployments.parsers.typed_values import argument_types, as_json, string_piece
+from deployments.parsers.schema_types import ANY, Allowed, Tools
+from deployments.parsers.typed_values import allowed_argument, as_json, string_piece
 
 __all__ = ["ATEM", "HY_V3", "XML_FORMATS", "XmlFormat"]
 
@@ -196,7 +196,7 @@ def _call(reader: Reader, tools: Tools, format: XmlFormat) -> Steps[None]:
         yield CallArguments(f"{opening}{encode_basestring(key)}: ")
         opening = ", "
         stated = format.key_ends[key_end]
-        yield from _value(reader, format, {stated} if stated else argument_types(parameters, key))
+        yield from _value(reader, format, Allowed({stated}) if stated else allowed_argument(parameters, key))
         has_ended = (yield from _is_at_end_of_block(reader, format)) or (yield from _has_ended(reader, format))
     yield CallArguments("{}" if opening == "{" else "}")
 
@@ -228,8 +228,8 @@ def _is_at_end_of_block(reader: Reader, format: XmlFormat) -> Steps[bool]:
     return is_at_end
 
 
-def _value(reader: Reader, format: XmlFormat, types: set[str]) -> Steps[None]:
-    """Read a value of one of some types; a string is emitted as it comes.
+def _value(reader: Reader, format: XmlFormat, allowed: Allowed) -> Steps[None]:
+    """Read a value of an allowed type; a string is emitted as it comes.
 
     Raises:
         MalformedError: it does not end.
@@ -241,7 +241,7 @@ def _value(reader: Reader, format: XmlFormat, types: set[str]) -> Steps[None]:
     end = format.value_end
     if format.raw is not None and (yield from reader.literal(format.raw[0])):
         end = format.raw[1] + end
-    if types <= {"string"}:
+    if allowed.types <= {"string"}:
         yield from _string(reader, format, end)
         return
     text, marker = yield from reader.take_until([end], limit=_MAX_VALUE)
@@ -253,7 +253,7 @@ def _value(reader: Reader, format: XmlFormat, types: set[str]) -> Steps[None]:
         length += len(pieces[-1])
         is_json = value.extend(pieces[-1])
     text = "".join(pieces)
-    yield CallArguments(as_json(_trimmed(text, format), types, allows_python=format.allows_python))
+    yield CallArguments(as_json(_trimmed(text, format), allowed, allows_python=format.allows_python))
 
 
 def _string(reader: Reader, format: XmlFormat, end: str) -> Steps[None]:

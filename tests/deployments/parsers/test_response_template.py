@@ -120,6 +120,15 @@ def test_a_number_where_only_text_is_allowed_becomes_text() -> None:
     assert parse(AnswerParser(family), CALL) == call("f", '{"a": "1"}')
 
 
+@pytest.mark.parametrize(
+    ("listed", "expected"), [(["1", 2], '"1"'), ([1, "2"], "1"), ([1, "1"], "1"), (["1", "2"], '"1"'), ([1.0], "1")]
+)
+def test_listed_values_tell_what_is_meant(listed: list[Any], expected: str) -> None:
+    family = Parsers(RESPONSE_TEMPLATE, None, TEMPLATE).family({"f": {"properties": {"a": {"enum": listed}}}}, "")
+    assert family is not None
+    assert parse(AnswerParser(family), CALL) == call("f", f'{{"a": {expected}}}')
+
+
 def test_the_template_is_chosen_if_no_format_of_ours_is_known() -> None:
     assert Parsers.choose("", None, None, TEMPLATE) == Parsers(RESPONSE_TEMPLATE, None, TEMPLATE)
     assert Parsers.choose("<tool_call>", None, None, TEMPLATE) == Parsers("hermes", None)

@@ -95,6 +95,66 @@ def arguments(parameters: Mapping[str, Any], value: str) -> Any:
     return json.loads("".join(event.text for event in events if isinstance(event, CallArguments)))
 
 
+ONE_OR_TWO = {"enum": ["1", 2]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "expected"),
+    [
+        (ONE_OR_TWO, "1", "1"),
+        (ONE_OR_TWO, "2", 2),
+        (ONE_OR_TWO, "2.0", 2.0),
+        (ONE_OR_TWO, "one", "one"),
+        ({"enum": ["1", 1]}, "1", 1),  # either is right
+        ({"enum": [True, "false", None]}, "false", "false"),
+        ({"enum": [True, "false", None]}, "true", True),
+        ({"enum": [True, "false", None]}, "null", None),
+        ({"enum": [True, "1"]}, "1", "1"),
+        ({"enum": [False, 1, "0"]}, "0", "0"),
+        ({"enum": [[1], "[2]"]}, "[2]", "[2]"),
+        ({"enum": [{}, "{}"]}, "{}", {}),
+        ({"enum": [7, "null"]}, "null", "null"),
+        ({"anyOf": [{"const": "1"}, {"const": 2}]}, "1", "1"),
+        ({"anyOf": [{"const": "1"}, {"const": 2}]}, "2", 2),
+        ({"anyOf": [{"type": "integer"}, {"const": "1"}]}, "3", 3),
+        ({"$ref": "#/$defs/Mixed"}, "1", "1"),
+        ({"allOf": [{"$ref": "#/$defs/Mixed"}, {"type": ["string", "integer"]}]}, "1", "1"),
+        ({"type": ["integer", "string"], "enum": ["1", 2]}, "1", "1"),
+        ({"if": {}, "then": {"enum": ["1"]}, "else": {"enum": [2]}}, "1", "1"),
+    ],
+    ids=repr,
+)
+def test_listed_values_tell_what_a_text_stands_for(schema: dict[str, Any], text: str, expected: Any) -> None:
+    parameters = {"type": "object", "properties": {"a": schema}, "$defs": {"Mixed": ONE_OR_TWO}}
+    value = arguments(parameters, text)["a"]
+    assert value == expected
+    assert type(value) is type(expected)
+    if text != "one":
+        Draft202012Validator(parameters).validate({"a": value})
+
+
+@pytest.mark.parametrize(("text", "expected"), [("1", "1"), ("2", 2)])
+@pytest.mark.parametrize(
+    ("family", "written"),
+    [
+        ("glm45", "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>"),
+        ("minimax_m2", '<minimax:tool_call><invoke name="f"><parameter name="a">{}</parameter></invoke>'),
+        ("minimax_m3", '|<tool_call>|<invoke name="f">|<a>{}|</a>|</invoke>|</tool_call>'),
+        ("openai", "<|start|>assistant to=functions.f<|channel|>commentary<|message|>{}<|call|>"),
+    ],
+)
+def test_every_format_of_text_looks_at_listed_values(family: str, written: str, text: str, expected: Any) -> None:
+    parameters = {"type": "object", "properties": {"a": ONE_OR_TWO}}
+    found = Parsers(family, None).family({"f": parameters}, "")
+    assert found is not None
+    events = parse(
+        AnswerParser(found),
+        written.format(text).replace("|<", "]<]minimax[>[<") if "m3" in family else written.format(text),
+    )
+    call = json.loads("".join(event.text for event in events if isinstance(event, CallArguments)))
+    assert call == {"a": expected}
+
+
 @pytest.mark.parametrize("schema", [schema for schema, types in CASES if types >= STRING and "integer" not in types])
 @pytest.mark.parametrize("value", ["12345", "1", "2"])
 def test_digits_stay_text_where_the_schema_allows_no_number(schema: dict[str, Any], value: str) -> None:
