@@ -158,8 +158,14 @@ KINDS: dict[str, Callable[[Path], None]] = {
     "suffixes": _save_suffixes,
     "runs of spaces": partial(_save_byte_fallback, steps=RUNS),
     "byte-level, stripped": _save_stripped,
+    "two spaces stripped": partial(_save_byte_fallback, steps=[*LLAMA[:-1], decoders.Strip(" ", 2, 0)]),
 }
-NEIGHBOURS = ("suffixes", "runs of spaces", "byte-level, stripped")  # a token's text depends on those beside it
+NEIGHBOURS = (
+    "suffixes",
+    "runs of spaces",
+    "byte-level, stripped",
+    "two spaces stripped",
+)  # a token's text depends on those beside it
 
 
 @cache
