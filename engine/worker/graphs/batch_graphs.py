@@ -17,7 +17,7 @@ from engine.kv.block_tables import BlockTables
 from engine.kv.page_maps import PageMap
 from engine.worker.graphs.batch_shape import MAX_CHUNKS, BatchShape, chunk_sizes, decode_sizes, mixed_decode_sizes
 from engine.worker.graphs.device import GraphDevice
-from engine.worker.graphs.static_inputs import MAX_CHANGES, StaticInputs, make_slab
+from engine.worker.graphs.static_inputs import MAX_CHANGES, MAX_SAVES, StaticInputs, make_slab
 from engine.worker.step_plan import ModelInput, StepPlan
 
 __all__ = ["BatchGraph", "BatchGraphs"]
@@ -48,7 +48,7 @@ class BatchGraphs:
         block_tables: the rank's block tables.
         block_size: tokens per block.
         page_maps: the rank's, of each sliding window that has pages of its own.
-        has_states: whether the model has recurrent layers; its steps with chunks have no graphs.
+        has_states: whether the model has recurrent layers.
         max_chunk_tokens: of the largest graph's chunks together; 0: only decodes get graphs.
     """
 
@@ -70,7 +70,7 @@ class BatchGraphs:
         max_num_seqs = block_tables.shape[0]
         self._decodes = decode_sizes(max_num_seqs)
         self._mixed_decodes = mixed_decode_sizes(max_num_seqs)
-        self._chunks = chunk_sizes(max_chunk_tokens) if max_chunk_tokens and not has_states else []
+        self._chunks = chunk_sizes(max_chunk_tokens) if max_chunk_tokens else []
         self._max_changes = max_num_seqs + MAX_CHANGES
         self._graphs: dict[BatchShape, BatchGraph] = {}
 
@@ -85,16 +85,16 @@ class BatchGraphs:
         """Return the graph that computes a step; None if none is captured for it.
 
         A step that changes much of the block tables or of a page map, as one after a swap does, is computed without a
-        graph too, and so would be one that saves states, or that computes log-probabilities of a prompt.
+        graph too, and so are those that save many states, or compute log-probabilities of a prompt.
         """
         if len(plan.prompt_logit_indices) or len(plan.table_changes.entries) > self._max_changes:
             return None
         if any(len(window.changed_blocks) > self._max_changes for window in plan.windows):
             return None
-        if plan.recurrent is not None and len(plan.recurrent.save_tokens):
-            return None
         num_decodes = plan.num_decodes
         num_chunks, chunk_tokens = len(plan.seq_lens) - num_decodes, len(plan.token_ids) - num_decodes
+        if plan.recurrent is not None and len(plan.recurrent.save_tokens) > (MAX_SAVES if num_chunks else 0):
+            return None
         if not num_chunks:
             return self._graphs[BatchShape(self._decodes[bisect_left(self._decodes, num_decodes)])]
         if num_chunks > MAX_CHUNKS or not self._chunks or chunk_tokens > self._chunks[-1]:

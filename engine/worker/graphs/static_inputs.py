@@ -6,8 +6,9 @@ Every graph reads the beginning of the same slab. What no graph reads follows: i
              int64       int64       int64          int64        int32      of any length
 
 With sliding windows that have pages of their own, each has its slot mapping after ``slot_mapping`` and its page map's
-changes after those of the block tables. With chunks, ``cu_seqlens_q``, int32, follows ``seq_lens``, and so do
-``state_slots``, int32, with recurrent layers. A field holds the values of decodes, padding, those of chunks, padding:
+changes after those of the block tables. With chunks, ``cu_seqlens_q``, int32, follows ``seq_lens``. With recurrent
+layers ``state_slots`` do, and with both, where states start and which of them are saved, all int32. A field holds the
+values of decodes, padding, those of chunks, padding:
 
     room for 4 decodes and 8 tokens of chunks     token_ids      a b - -  c c c c c d d -
     a step with 2 decodes, chunks of 5 and 2      cu_seqlens_q   0 1 2 3  4 9 11 11 ... 12      the last is padding
@@ -26,14 +27,16 @@ import torch
 from engine.kv.block_tables import BlockTables
 from engine.kv.page_maps import PageMap
 from engine.worker.graphs.batch_shape import BatchShape
-from engine.worker.step_plan import ModelInput, StepPlan
+from engine.worker.step_plan import ModelInput, RecurrentPlan, StepPlan
 from kernels.attention_metadata import AttentionMetadata
 from kernels.device_copy import host_words
 from kernels.recurrent_metadata import RecurrentMetadata
 
-__all__ = ["MAX_CHANGES", "StaticInputs", "make_slab"]
+__all__ = ["MAX_CHANGES", "MAX_SAVES", "StaticInputs", "make_slab"]
 
 MAX_CHANGES = 64  # of block tables, and of each page map, in one step; in addition to one for each sequence
+
+MAX_SAVES = 64  # of states, in one step with chunks; others save none
 
 _PADDING = {"token_ids": 0, "positions": 0, "slot_mapping": -1, "table_rows": 0, "seq_lens": 0}  # of a graph's fields
 
@@ -46,6 +49,8 @@ def _layout(shape: BatchShape, num_windows: int, has_states: bool) -> np.dtype[n
         halves["cu_seqlens_q"] = shape.num_seqs + 1
     if has_states:
         halves["state_slots"] = shape.num_seqs
+    if has_states and shape.num_chunks:
+        halves |= {"state_starts": shape.num_seqs, "save_tokens": MAX_SAVES, "save_slots": MAX_SAVES}
     return np.dtype(
         [
             *((name, np.int64, (shape.num_tokens,)) for name in of_tokens),
@@ -60,13 +65,15 @@ def _window_field(index: int) -> str:
 
 
 def _fields(plan: StepPlan) -> Iterator[tuple[str, npt.NDArray[Any], int]]:
-    """Return the fields of ``_layout`` with their values, and what padding has there; without ``cu_seqlens_q``."""
+    """Return the fields of ``_layout`` that have a value for each token or sequence, and what padding has there."""
     for name, padding in _PADDING.items():
         yield name, getattr(plan, name), padding
     for index, window in enumerate(plan.windows):
         yield _window_field(index), window.slot_mapping, -1
     if plan.recurrent is not None:
         yield "state_slots", plan.recurrent.slots, -1
+        if plan.num_decodes < len(plan.seq_lens):
+            yield "state_starts", plan.recurrent.starts, 0
 
 
 def make_slab(
@@ -99,7 +106,7 @@ class StaticInputs:
         block_tables: the rank's block tables, whose rows the graph reads.
         block_size: tokens per block.
         page_maps: the rank's, of each sliding window that has pages of its own.
-        has_states: whether the model has recurrent layers. A shape with chunks must not have them.
+        has_states: whether the model has recurrent layers.
 
     Attributes:
         token_ids: int64 [num_tokens]; may be overwritten between ``load`` and the replay.
@@ -145,11 +152,21 @@ class StaticInputs:
         return values if field.base == np.int64 else values.view(torch.int32)
 
     def _recurrent_metadata(self) -> RecurrentMetadata:
-        """Return the batch as recurrent layers see it: decodes start no sequence and save no state."""
-        assert not self.shape.num_chunks
+        """Return the batch as recurrent layers see it: decodes start no sequence, and alone they save no state."""
         slots = self._field("state_slots")[: self.shape.num_seqs].fill_(-1)
-        none = slots.new_empty(0)
-        return RecurrentMetadata(self._cu_seqlens_q, slots, torch.zeros_like(slots), none, none, self.shape.num_decodes)
+        starts, save_tokens, save_slots = torch.zeros_like(slots), slots.new_empty(0), slots.new_empty(0)
+        if self.shape.num_chunks:
+            starts = self._field("state_starts")[: self.shape.num_seqs]
+            save_tokens, save_slots = self._field("save_tokens"), self._field("save_slots").fill_(-1)
+            save_tokens.copy_(self._no_saves)
+        return RecurrentMetadata(
+            self._cu_seqlens_q, slots, starts, save_tokens, save_slots, num_decodes=self.shape.num_decodes
+        )
+
+    @property
+    def _no_saves(self) -> torch.Tensor:
+        """Tokens of saves that are padding: after the last, ascending."""
+        return torch.arange(self.shape.num_tokens, self.shape.num_tokens + MAX_SAVES, dtype=torch.int32)
 
     def load(self, plan: StepPlan) -> torch.Tensor:
         """Copy a step that fits the shape to the device; write its changes of block tables and page maps there.
@@ -163,10 +180,7 @@ class StaticInputs:
         on_host = host_words(num_words, self._slab.device)
         words = on_host.numpy()
         self._fill(words[: self._num_words].view(self._layout)[0], plan)
-        indices = plan.logit_indices
-        if self.shape.num_chunks:
-            indices = indices + (indices >= plan.num_decodes) * (self.shape.num_decodes - plan.num_decodes)
-        words[self._num_words : first_change] = indices
+        words[self._num_words : first_change] = self._places(plan.logit_indices, plan)
         start = first_change
         for entries, ids in changes:
             middle, end = start + len(entries), start + len(entries) + -(-len(ids) // 2)
@@ -186,12 +200,27 @@ class StaticInputs:
             values[count:room] = padding
             values[room:end] = array[count:]
             values[end:] = padding
+        if plan.recurrent is not None and self.shape.num_chunks:
+            self._fill_saves(fields, plan, plan.recurrent)
         if self.shape.num_chunks:
             bounds, end = fields["cu_seqlens_q"], room + len(plan.seq_lens) - count
             bounds[:room] = np.arange(room)
             bounds[room : end + 1] = plan.cu_seqlens_q[count:] + (room - count)
             bounds[end + 1 : self.shape.num_seqs] = bounds[end]
             bounds[self.shape.num_seqs :] = self.shape.num_tokens
+
+    def _fill_saves(self, fields: Any, plan: StepPlan, recurrent: RecurrentPlan) -> None:
+        """Write which states are saved after which of the graph's tokens."""
+        count = len(recurrent.save_tokens)
+        fields["save_tokens"][:] = self._no_saves.numpy()
+        fields["save_tokens"][:count] = self._places(recurrent.save_tokens, plan)
+        fields["save_slots"][:count] = recurrent.save_slots
+        fields["save_slots"][count:] = -1
+
+    def _places(self, tokens: npt.NDArray[Any], plan: StepPlan) -> npt.NDArray[Any]:
+        """Return where a plan's tokens are among the graph's: those of chunks follow the room for decodes."""
+        shift = self.shape.num_decodes - plan.num_decodes
+        return np.where(tokens < plan.num_decodes, tokens, tokens + shift)
 
     def _write_changes(self, start: int, counts: list[int]) -> None:
         """Write the loaded changes of the block tables and of each page map, which begin at ``start`` in the slab."""

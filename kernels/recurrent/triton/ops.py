@@ -41,7 +41,7 @@ class TritonOps(RecurrentOps):
         output = inputs.new_empty(inputs.shape)
         num_blocks = triton.cdiv(channels, _CHANNEL_BLOCK)
         constants = {"CHANNELS": channels, "WIDTH": weight.shape[1], "BLOCK": _CHANNEL_BLOCK, "HAS_SILU": silu}
-        if num_tokens > metadata.num_seqs:  # or no sequence has several tokens
+        if num_tokens > metadata.num_decodes:  # or no sequence has several tokens
             conv_other_tokens_kernel[num_tokens, num_blocks](
                 output,
                 inputs,

@@ -11,7 +11,8 @@ import torch
 from engine.kv.block_tables import BlockTables, TableChanges
 from engine.kv.page_maps import PageMap
 from engine.worker.graphs.batch_shape import BatchShape
-from engine.worker.graphs.static_inputs import MAX_CHANGES, StaticInputs, make_slab
+from engine.worker.graphs.static_inputs import MAX_CHANGES, MAX_SAVES, StaticInputs, make_slab
+from engine.worker.step_plan import RecurrentPlan
 
 CPU = torch.device("cpu")
 
@@ -30,7 +31,8 @@ def test_every_sequence_of_a_graph_decodes_in_a_context_of_any_length() -> None:
 
 def test_chunks_are_padded_apart_from_decodes() -> None:
     shape = BatchShape(4, num_chunks=4, chunk_tokens=8)
-    inputs = StaticInputs(shape, make_slab([shape], 8, CPU), BlockTables(8, 7, CPU), 16)
+    slab = make_slab([shape], 8, CPU, has_states=True)
+    inputs = StaticInputs(shape, slab, BlockTables(8, 7, CPU), 16, has_states=True)
     metadata = inputs.model_input().metadata
     assert metadata.cu_seqlens_q.tolist() == [0, 1, 2, 3, 4, 4, 4, 4, 12]  # a capture computes padding alone
     plan: Any = SimpleNamespace(
@@ -44,7 +46,9 @@ def test_chunks_are_padded_apart_from_decodes() -> None:
         logit_indices=np.array([0, 1, 6, 8]),
         num_decodes=2,
         windows=[],
-        recurrent=None,
+        recurrent=RecurrentPlan(
+            *(np.array(values, dtype=np.int32) for values in ([4, 3, 7, 6], [0, 0, 1, 0], [6], [9]))
+        ),
     )
     assert inputs.load(plan).tolist() == [0, 1, 8, 10]
     batch = inputs.model_input()
@@ -56,6 +60,16 @@ def test_chunks_are_padded_apart_from_decodes() -> None:
     assert metadata.seq_lens.tolist() == [30, 31, 0, 0, 5, 42, 0, 0]
     assert metadata.block_tables[:, 0].tolist() == [-1, -1, -1, -1, -1, 6, -1, -1]  # the row 1 has got a block
     assert (metadata.num_decodes, metadata.num_seqs, metadata.max_query_len) == (4, 8, 8)
+    recurrent = batch.recurrent
+    assert recurrent is not None
+    assert recurrent.slots.tolist() == [4, 3, -1, -1, 7, 6, -1, -1]
+    assert recurrent.starts.tolist() == [0, 0, 0, 0, 1, 0, 0, 0]
+    assert recurrent.save_tokens.tolist() == [
+        8,
+        *range(12 + 1, 12 + MAX_SAVES),
+    ]  # those of padding ascend after all tokens
+    assert recurrent.save_slots.tolist() == [9] + [-1] * (MAX_SAVES - 1)
+    assert recurrent.num_decodes == 4
 
 
 def test_a_capture_writes_neither_pages_nor_states() -> None:

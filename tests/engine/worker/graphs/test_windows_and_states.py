@@ -63,7 +63,7 @@ def test_poisoned_replays(path: str, device: RecordingDevice, monkeypatch: pytes
         generate(llm, num_requests, num_requests)
     cache = checks.worker.kv_cache
     assert {shape.num_decodes for shape in checks.shapes if not shape.num_chunks} == {1, 2, 4}
-    assert any(shape.num_chunks for shape in checks.shapes) == bool(cache.windows)
+    assert any(shape.num_chunks for shape in checks.shapes)
     assert bool(cache.windows) != bool(cache.sizes.num_slots)
     assert set(checks.kinds) >= (OF_WINDOWS if cache.windows else OF_STATES)
 
