@@ -18,7 +18,7 @@ OURS = {"benchmarks", "demo", "deployments", "engine", "k8s", "kernels", "tests"
 EXTRAS = {  # the extras that each folder may rely on, besides the dependencies
     "deployments": ("tracing",),
     "engine": (),
-    "kernels": ("gpu", "flash-attn", "flash-attn-3"),
+    "kernels": ("gpu", "flash-attn"),
     "k8s": (),
     "benchmarks": ("test", "bench", "lm-eval"),
     "demo": ("test",),
@@ -27,12 +27,12 @@ EXTRAS = {  # the extras that each folder may rely on, besides the dependencies
 # Distributions of modules that need not be installed, where the names differ.
 DISTRIBUTIONS = {
     "agents": "openai-agents",
-    "flash_attn_interface": "flash-attn-3",
     "llama_index": "llama-index-llms-openai-like",
 }
 # Engines that benchmarks/peers compares with. Each lives in a virtual environment of its own, because their pinned
 # dependencies exclude each other, and is imported inside functions of benchmarks/peers only.
 PEERS = {"llama_cpp", "openvino", "openvino_genai", "vllm"}
+NOT_ON_PYPI = {"flash_attn_interface"}  # an extra that names its package would install what anybody registers there
 
 
 def normalized(name: str) -> str:
@@ -109,7 +109,8 @@ def test_every_imported_package_is_declared(folder: str) -> None:
         f"{path.relative_to(ROOT)} imports {module}"
         for path in sorted((ROOT / folder).rglob("*.py"))
         for module in imported_modules(path)
-        if not providers(module) & (allowed | in_requirements_of(path.parent)) and module.partition(".")[0] not in PEERS
+        if not providers(module) & (allowed | in_requirements_of(path.parent))
+        and module.partition(".")[0] not in PEERS | NOT_ON_PYPI
     }
     assert not undeclared, "declare these in pyproject.toml"
 
@@ -129,4 +130,5 @@ def test_only_an_extra_of_its_own_needs_a_compiler_for_cuda() -> None:
     # flash-attn has no wheel on PyPI: `pip install -e '.[gpu]'` must work without nvcc.
     extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
     assert {extra for extra in extras if "flash-attn" in required_by(extra)} == {"flash-attn"}
+    assert not any("flash-attn-3" in required_by(extra) for extra in extras)
     assert {"torch", "triton"} <= required_by("gpu")

@@ -186,7 +186,12 @@ def changed(name: str, expression: str) -> str:
         (CONV, CONV_LINE, changed("starts", "starts.bool()"), "starts is torch.bool"),
         (CONV, CONV_LINE, changed("cu_seqlens", "cu_seqlens[:-1]"), "cu_seqlens has shape"),
         (CONV, CONV_LINE, changed("save_tokens", "save_tokens.add(10**6)"), "save_tokens .* leaves the"),
-        (CONV, CONV_LINE, changed("save_slots", "slots[: len(metadata.save_slots)]"), "save_slots .* (meets|must have)"),
+        (
+            CONV,
+            CONV_LINE,
+            changed("save_slots", "slots[: len(metadata.save_slots)]"),
+            "save_slots .* (meets|must have)",
+        ),
         (CONV, CONV_LINE, "inputs = inputs.t().contiguous().t()", None),  # refused by the operation itself
         (CONV, CONV_LINE, "state = state.half()", "state is torch.float16"),
         (DELTA, DELTA_LINE, "decay = decay.half()", "decay is torch.float16"),
