@@ -178,7 +178,7 @@ class EngineConfig:
         skip_tokenizer_init: token ids in, token ids out; no tokenizer files are needed.
         stop_at_tokenizer_eos: the tokenizer's EOS token ends an answer, too, as in vLLM, in addition to the EOS ids of
             generation_config.json or config.json. It has no effect if ``skip_tokenizer_init`` is set.
-        enforce_eager: never capture CUDA graphs, with which steps that only decode take less time on a GPU. It has no
+        enforce_eager: never capture CUDA graphs, with which steps of few tokens take less time on a GPU. It has no
             effect on a CPU.
         batch_invariant: give a request the same bits whatever else is computed: linear layers on a GPU take tiles of
             one size, at some cost; those of experts always do. On a CPU the C kernels always do so, and the option only

@@ -21,7 +21,7 @@ __all__ = ["StepGraphs"]
 
 logger = logging.getLogger(__name__)
 
-CHUNK_TOKENS_OF_16_GB = 512
+CHUNK_TOKENS_OF_16_GB = 512  # that get graphs, of a model with as large weights, and at least of any
 
 
 class StepGraphs:

@@ -219,8 +219,9 @@ class StaticInputs:
 
     def _places(self, tokens: npt.NDArray[Any], plan: StepPlan) -> npt.NDArray[Any]:
         """Return where a plan's tokens are among the graph's: those of chunks follow the room for decodes."""
-        shift = self.shape.num_decodes - plan.num_decodes
-        return np.where(tokens < plan.num_decodes, tokens, tokens + shift)
+        if not self.shape.num_chunks:
+            return tokens
+        return np.where(tokens < plan.num_decodes, tokens, tokens + (self.shape.num_decodes - plan.num_decodes))
 
     def _write_changes(self, start: int, counts: list[int]) -> None:
         """Write the loaded changes of the block tables and of each page map, which begin at ``start`` in the slab."""
