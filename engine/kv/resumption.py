@@ -36,7 +36,7 @@ def resumable(
         before = num_blocks
         for window in windows:
             num_blocks = window.num_resumable(match, num_blocks, last_position)
-        while states is not None and num_blocks and not states.has_snapshot(match, num_blocks - 1):
+        while states is not None and num_blocks and not states.snapshots.has(match, num_blocks - 1):
             num_blocks -= 1
     num_on_device = min(num_blocks, len(match.blocks)) if windows else len(match.blocks)
     blocks, pages = match.blocks[:num_on_device], match.pages[: max(0, num_blocks - len(match.blocks))]
@@ -59,7 +59,7 @@ def plan_snapshots(
             states.keep(sequence, pool.blocks[sequence.block_table[start // block_size - 1]])
         return
     likely = {(sequence.num_tokens - 1) // block_size * block_size, sequence.num_chained_tokens}
-    wanted = likely.union(states.positions_within(start, num_tokens))
+    wanted = likely.union(states.saves.positions_within(start, num_tokens))
     for position in sorted(position for position in wanted if start < position <= num_tokens):
         if (block := chain.holder(sequence, position // block_size - 1)) is not None:
             states.save(sequence, position, block, is_likely=position in likely)

@@ -82,11 +82,6 @@ class AttachedPages:
 
     # --- use ----------------------------------------------------------------------------------------------------
 
-    @property
-    def num_disposable(self) -> int:
-        """Pages that ``take`` gives before one is lost with which a match is likely to resume."""
-        return self.pages.num_uncached + len(self._unlikely)
-
     def take(self) -> Block:
         """Allocate a page; if no page is free, an unlikely one is lost, or else the least recently used cached one."""
         if not self.pages.num_uncached:

@@ -26,27 +26,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 from collections.abc import Sequence as GenericSequence
-from typing import NamedTuple
 
 from engine.kv.attachments.attached_pages import AttachedPages
 from engine.kv.attachments.state_events import StateEvents
+from engine.kv.attachments.step_saves import StepSaves
 from engine.kv.block_pool import Block
 from engine.kv.host.host_pool import HostPool
 from engine.kv.page_copies import PageCopies
 from engine.kv.prefix_cache import PrefixMatch
 from engine.sequence import Sequence
 
-__all__ = ["StateSlots"]
-
-
-class _Save(NamedTuple):
-    """A snapshot that this step's prefill writes, to hang on a block if that holds the same content then."""
-
-    sequence: Sequence
-    num_tokens: int
-    content_id: int
-    slot: Block
-    is_likely: bool
+__all__ = ["Snapshots", "StateSlots"]
 
 
 class Snapshots(AttachedPages):
@@ -61,6 +51,15 @@ class Snapshots(AttachedPages):
         self.events = StateEvents(blocks, host, record=record)
         super().__init__(num_slots, blocks, host, self.events.changed, self.events.changed_on_host)
         self.events.snapshots = self.by_block
+
+    @property
+    def num_disposable(self) -> int:
+        """Slots that ``take`` gives before a snapshot is lost at which a match is likely to resume."""
+        return self.pages.num_uncached + len(self._unlikely)
+
+    def has(self, match: PrefixMatch, index: int) -> bool:
+        """Whether the device or the store has the states after block ``index`` of a match."""
+        return match.block_id(index) in self.by_block or self.stored(match, index) is not None
 
     def clear(self) -> None:
         super().clear()
@@ -81,6 +80,7 @@ class StateSlots:
     Attributes:
         max_used: sequences that may have a slot at once. The other slots are for snapshots.
         snapshots: the slots that hang on blocks.
+        saves: those that the next step writes.
         slots: the states of the slots.
     """
 
@@ -94,16 +94,14 @@ class StateSlots:
         num_host_slots: int = 0,
         record_events: bool = False,
     ) -> None:
-        self._interval = interval
-        self._blocks = blocks
         self.max_used = num_slots - num_snapshots
         self.snapshots = Snapshots(num_slots, blocks, num_host_slots, record=record_events)
+        self.saves = StepSaves(self.snapshots, blocks, interval)
         self.slots = self.snapshots.pages
         self._num_used = 0
         self._num_kept = 0
         self._held: list[Block] = []  # sources of this step's copies, until they are made
         self._backups: dict[Sequence, Block] = {}  # of sequences whose step computes draft tokens
-        self._saves: dict[int, _Save] = {}  # what this step's prefills write, by the id of the block to hang on
 
     # --- running sequences --------------------------------------------------------------------------------------
 
@@ -150,8 +148,7 @@ class StateSlots:
         if sequence.state_slot < 0:
             return
         self._num_used -= 1
-        for block_id in [block_id for block_id, save in self._saves.items() if save.sequence is sequence]:
-            self._drop(block_id)
+        self.saves.drop_of(sequence)
         if (backup := self._backups.pop(sequence, None)) is not None:
             self.snapshots.copies.pop(backup.block_id, None)
             self.slots.release(backup)
@@ -192,15 +189,6 @@ class StateSlots:
 
     # --- snapshots ----------------------------------------------------------------------------------------------
 
-    def has_snapshot(self, match: PrefixMatch, index: int) -> bool:
-        """Whether the device or the store has the states after block ``index`` of a match."""
-        return match.block_id(index) in self.snapshots.by_block or self.snapshots.stored(match, index) is not None
-
-    def positions_within(self, start: int, end: int) -> range:
-        """Return the multiples of the interval after ``start`` and up to ``end``, which are tokens of a prefill."""
-        step = self._interval
-        return range(start + step - start % step, end + 1, step) if step else range(0)
-
     def save(self, sequence: Sequence, num_tokens: int, block: Block, *, is_likely: bool) -> None:
         """Let this step, which computes them, keep the state after the first ``num_tokens`` tokens, on ``block``.
 
@@ -213,15 +201,11 @@ class StateSlots:
             if is_likely:
                 self.snapshots.mark_likely(existing)
             return
-        if (pending := self._saves.get(block.block_id)) is not None:  # of another sequence with the same prefix
-            if pending.content_id == block.content_id:
-                self._saves[block.block_id] = pending._replace(is_likely=pending.is_likely or is_likely)
-                return
-            self._drop(block.block_id)
+        if self.saves.has(block, is_likely=is_likely):
+            return
         has_slot = self._make_spare(1) if is_likely else self._num_spare > 0 and self.snapshots.num_disposable > 0
         if has_slot:
-            slot = self._take()
-            self._saves[block.block_id] = _Save(sequence, num_tokens, block.content_id, slot, is_likely)
+            self.saves.add(sequence, num_tokens, block, self._take(), is_likely=is_likely)
 
     def keep(self, sequence: Sequence, block: Block) -> None:
         """Keep the state of a sequence, which has just computed the last token of ``block``, instead of its last one.
@@ -251,23 +235,12 @@ class StateSlots:
     # --- a step -------------------------------------------------------------------------------------------------
 
     def take_copies(self) -> tuple[PageCopies, dict[Sequence, list[tuple[int, int]]]]:
-        """Return the step's copies, and the snapshots that its prefills write; the next step can match those.
-
-        They are given by sequence: how many of its tokens each one has seen, ascending, and its slot.
-        """
+        """Return the step's copies, and the snapshots that its prefills write: see ``StepSaves.take``."""
         copies = self.snapshots.take_copies()
-        saves: dict[Sequence, list[tuple[int, int]]] = {}
         for slot in self._held:
             self.slots.release(slot)
         self._held.clear()
-        for block_id, (sequence, num_tokens, content_id, slot, is_likely) in self._saves.items():
-            saves.setdefault(sequence, []).append((num_tokens, slot.block_id))
-            if self._blocks[block_id].content_id == content_id and self.snapshots.by_block.get(block_id) is None:
-                self.snapshots.cache(block_id, slot, is_likely=is_likely)
-            else:
-                self.slots.release(slot)
-        self._saves.clear()
-        return copies, saves
+        return copies, self.saves.take()
 
     def _take(self) -> Block:
         """Allocate a slot. There must be a free one, cached or not."""
@@ -277,11 +250,11 @@ class StateSlots:
     def _give_way(self) -> None:
         """Write an unlikely snapshot less in this step, if a likely one were lost for the next slot."""
         if not self.snapshots.num_disposable:
-            self._drop_unlikely()
+            self.saves.drop_unlikely()
 
     def _make_spare(self, count: int) -> bool:
         """Write fewer unlikely snapshots in this step until ``count`` slots can be spared; whether they can."""
-        while self._num_spare < count and self._drop_unlikely():
+        while self._num_spare < count and self.saves.drop_unlikely():
             pass
         return self._num_spare >= count
 
@@ -289,17 +262,6 @@ class StateSlots:
     def _num_spare(self) -> int:
         """Slots that can be taken for other ends than to start the sequences that may still start."""
         return self.slots.num_free - (self.max_used - self._num_used)
-
-    def _drop_unlikely(self) -> bool:
-        """Write the last unlikely snapshot of this step no more; False if there is none."""
-        unlikely = next((block_id for block_id in reversed(self._saves) if not self._saves[block_id].is_likely), None)
-        if unlikely is not None:
-            self._drop(unlikely)
-        return unlikely is not None
-
-    def _drop(self, block_id: int) -> None:
-        """Write a snapshot of this step no more."""
-        self.slots.release(self._saves.pop(block_id).slot)
 
     def check_integrity(self, sequences: Collection[Sequence], block_ids: Collection[int]) -> None:
         """Assert that each slot is in one state.
@@ -313,7 +275,7 @@ class StateSlots:
         assert not users or max(users.values()) == 1, "two sequences have one slot"
         kept = Counter(slot.block_id for slot in (*self._held, *self._backups.values()))
         self.slots.check_integrity(users + kept)
-        assert not self._saves, "saves of a step are left"
+        assert not self.saves, "saves of a step are left"
         assert self._backups.keys() <= set(sequences), "a state from before a step is left"
         assert self.snapshots.copies.keys() <= users.keys(), "copies of a step are left"
         self.snapshots.check_integrity(block_ids)

@@ -91,12 +91,7 @@ class Checkpoint:
 
     def has_floats(self, name: str) -> bool:
         """Return whether a weight has floating-point numbers that can be read."""
-        return self._unread_dtype(name) is None
-
-    def _unread_dtype(self, name: str) -> str | None:
-        """Return the dtype of a tensor that is not of numbers that can be read; None if there is none."""
-        plain = (weight for weight in weights_of(self._stored[name]) if isinstance(weight, StoredTensor))
-        return next((stored.dtype for stored in plain if stored.dtype not in PLAIN_DTYPES), None)
+        return _unread_dtype(self._stored[name]) is None
 
     @property
     def main_dtype(self) -> torch.dtype:
@@ -148,7 +143,7 @@ class Checkpoint:
 
     def require_floats(self, name: str) -> None:
         """Raise ModelLoadError unless a tensor has floating-point numbers of a type that can be read."""
-        if (dtype := self._unread_dtype(name)) is not None:
+        if (dtype := _unread_dtype(self._stored[name])) is not None:
             raise ModelLoadError(
                 f"'{name}' of '{self.file_of(name)}' has the dtype {dtype}, and with the tensors beside it is not a "
                 "weight of a known format; give the checkpoint in bf16, fp16 or fp32, or in one of the formats that "
@@ -223,6 +218,12 @@ class Checkpoint:
         """Have the disk read the tensors that follow ``name``, which is read now."""
         for tensor in tensors_of(self._stored[name]):
             self._files.reached(tensor)
+
+
+def _unread_dtype(stored: Entry) -> str | None:
+    """Return the dtype of a tensor that is not of numbers that can be read; None if there is none."""
+    plain = (weight for weight in weights_of(stored) if isinstance(weight, StoredTensor))
+    return next((tensor.dtype for tensor in plain if tensor.dtype not in PLAIN_DTYPES), None)
 
 
 def _missing(checkpoint: Checkpoint, name: str) -> ModelLoadError:

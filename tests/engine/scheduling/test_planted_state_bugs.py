@@ -6,7 +6,7 @@ import pytest
 
 from engine.kv import block_manager, swapping
 from engine.kv.attachments.attached_pages import AttachedPages
-from engine.kv.attachments.state_slots import StateSlots
+from engine.kv.attachments.state_slots import Snapshots, StateSlots
 from engine.kv.attachments.window_pages import PageChanges, WindowPages
 from engine.kv.block_manager import BlockManager
 from engine.kv.block_pool import Block
@@ -228,18 +228,18 @@ def test_a_state_that_is_swapped_before_it_is_restored_is_detected() -> None:
 def test_a_hit_beyond_the_last_snapshot_on_the_host_is_detected() -> None:
     """The last block of a match on the host counts as one with a snapshot; the last snapshot before it is used."""
 
-    def has_any(states: StateSlots, match: PrefixMatch, index: int) -> bool:
-        return any(has_snapshot(states, match, before) for before in range(index + 1))
+    def has_any(snapshots: Snapshots, match: PrefixMatch, index: int) -> bool:
+        return any(has_snapshot(snapshots, match, before) for before in range(index + 1))
 
     def stored_before(attached: AttachedPages, match: PrefixMatch, index: int) -> Block | None:
         found = (stored(attached, match, before) for before in range(index, -1, -1))
         return next((page for page in found if page is not None), None)
 
     def plant(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(StateSlots, "has_snapshot", has_any)
+        patch.setattr(Snapshots, "has", has_any)
         patch.setattr(AttachedPages, "stored", stored_before)
 
-    has_snapshot, stored = StateSlots.has_snapshot, AttachedPages.stored
+    has_snapshot, stored = Snapshots.has, AttachedPages.stored
     assert_found(plant, FOREIGN + "|page that is lost", enable_prefix_caching=True, **ON_HOST)
 
 
