@@ -23,6 +23,7 @@ _JSON_TYPES: tuple[tuple[type, str], ...] = (
     (dict, "object"),
     (type(None), "null"),
 )
+_ANNOTATIONS = ("title", "description", "$comment", "examples", "default", "deprecated")
 # Keywords that say something about values of one type only: what is meant where nothing names a type.
 _NUMERIC = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _MEANT: Mapping[str, frozenset[str]] = {
@@ -91,7 +92,8 @@ class SchemaPart:
             if isinstance(properties, Mapping) and isinstance(declared := properties.get(name), Mapping):
                 named.append((declared, base))
             # Whether a pattern matches is not tried: a model's text and a client's pattern could take for ever.
-            either = [*(patterns.values() if isinstance(patterns, Mapping) else ()), part.get("additionalProperties")]
+            others_of = map(part.get, ("additionalProperties", "unevaluatedProperties"))
+            either = [*(patterns.values() if isinstance(patterns, Mapping) else ()), *others_of]
             others += [(schema, base) for schema in either if isinstance(schema, Mapping)]
         return SchemaPart(self.document, tuple(named or others))
 
@@ -123,8 +125,10 @@ class SchemaPart:
                 yield from self._parts_of(*target(reference, base, self.document), seen)
         for part in (*_schemas(schema, "allOf"), *_schemas(schema, "anyOf"), *_schemas(schema, "oneOf")):
             yield from self._parts_of(part, base, seen)
-        for part in _branches(schema):
-            yield from self._parts_of(part, base, seen)
+        dependent = schema.get("dependentSchemas")
+        for part in (*_branches(schema), *(dependent.values() if isinstance(dependent, Mapping) else ())):
+            if isinstance(part, Mapping):
+                yield from self._parts_of(part, base, seen)
 
     def _allowed(self, schema: Schema, base: Schema, known: dict[tuple[int, str], set[str] | None]) -> set[str] | None:
         """Return the allowed types, or None for all.
@@ -135,7 +139,7 @@ class SchemaPart:
             known: of the references so far, so that none is followed twice; one that is being followed limits nothing.
         """
         base = schema if is_resource(schema) else base
-        limits = [_named(schema), _of_values(schema)]
+        limits = [_named(schema), _of_values(schema), _not_excluded(schema)]
         if (reference := reference_of(schema)) is not None:
             key = (id(base), reference)
             if key not in known and len(known) < _MAX_REFERENCES:
@@ -161,6 +165,21 @@ def _named(schema: Schema) -> set[str] | None:
     if "number" in types:
         types.add("integer")
     return types or None
+
+
+def _not_excluded(schema: Schema) -> set[str] | None:
+    """Return the types that a negation leaves: ``not``, or a condition whose branch allows nothing."""
+    excluded = _of_type_alone(schema.get("not"))
+    if schema.get("then") is False:
+        excluded = excluded or _of_type_alone(schema.get("if"))
+    if excluded is not None:
+        return {name for _, name in _JSON_TYPES} - excluded
+    return _of_type_alone(schema.get("if")) if schema.get("else") is False else None
+
+
+def _of_type_alone(schema: Any) -> set[str] | None:
+    """Return the types of a schema that says nothing else."""
+    return _named(schema) if isinstance(schema, Mapping) and set(schema) <= {"type", *_ANNOTATIONS} else None
 
 
 def _of_values(schema: Schema) -> set[str] | None:

@@ -7,8 +7,16 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
+from urllib.parse import unquote
 
-__all__ = ["BY_NAME", "DATA", "map_schemas", "without_unknown_formats", "without_unknown_formats_in_grammar"]
+__all__ = [
+    "BY_NAME",
+    "DATA",
+    "map_schemas",
+    "referenced",
+    "without_unknown_formats",
+    "without_unknown_formats_in_grammar",
+]
 
 DATA = frozenset(("const", "default", "enum", "example", "examples"))  # keywords whose values are not schemas
 # Keywords whose values are schemas by name.
@@ -23,14 +31,19 @@ _JSON = re.compile(r"%json\s*(?=\{)")
 def map_schemas(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any] | None]) -> Any:
     """Return a copy of a schema in which ``change`` has replaced each schema, the whole before its parts.
 
-    References may point into keywords of any name, so whatever is not known to be data is taken for a schema.
+    References may point into keywords of any name, so whatever is not known to be data is taken for a schema, and so is
+    data that a reference points to: ``default`` may be the name of a schema.
 
     Args:
         schema: of any form; a value that is not an object stays as it is.
         change: returns what stands for a schema, whose parts are then changed; None leaves it and its parts alone.
     """
+    return _mapped(schema, change, referenced(schema))
+
+
+def _mapped(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any] | None], pointed: set[int]) -> Any:
     if isinstance(schema, list):
-        return [map_schemas(part, change) for part in schema]
+        return [_mapped(part, change, pointed) for part in schema]
     if not isinstance(schema, Mapping):
         return schema
     changed = change(dict(schema))
@@ -38,10 +51,31 @@ def map_schemas(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any] |
         return schema
     for key, value in changed.items():
         if key in BY_NAME and isinstance(value, Mapping):
-            changed[key] = {name: map_schemas(part, change) for name, part in value.items()}
-        elif key not in DATA:
-            changed[key] = map_schemas(value, change)
+            changed[key] = {name: _mapped(part, change, pointed) for name, part in value.items()}
+        elif key not in DATA or id(value) in pointed:
+            changed[key] = _mapped(value, change, pointed)
     return changed
+
+
+def referenced(document: Any) -> set[int]:
+    """Return the ids of the objects to which the document's references by JSON pointer lead, and of those on the way.
+
+    A pointer starts from the document, or from a schema around it that has an ``$id``.
+    """
+    objects = [document]
+    for part in objects:  # which grows meanwhile
+        values = part.values() if isinstance(part, Mapping) else part if isinstance(part, list) else ()
+        objects.extend(value for value in values if isinstance(value, Mapping | list))
+    schemas = [part for part in objects if isinstance(part, Mapping)]
+    pointers = {part["$ref"] for part in schemas if isinstance(part.get("$ref"), str)}
+    found = set[int]()
+    for start in [part for part in schemas if part is document or "$id" in part]:
+        for pointer in pointers:
+            at: Any = start
+            for name in unquote(pointer).removeprefix("#").split("/")[1:] if pointer.startswith("#/") else ():
+                at = at.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(at, Mapping) else None
+                found.add(id(at))
+    return found - {id(None)}
 
 
 def without_unknown_formats(schema: Any) -> Any:

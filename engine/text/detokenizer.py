@@ -119,12 +119,14 @@ codecs.register_error(_EACH_BYTE, _replace_each_byte)
 class _Windows:
     """Text of tokens whose texts depend on their neighbours.
 
-    Each token is decoded together with a short window of tokens before it. What this adds to the window's text is new.
+    Each token is decoded together with a short window of tokens before it, which does not begin with a space. What this
+    adds to the window's text is new.
     The method is Text Generation Inference's (prefix and read offsets).
     """
 
     def __init__(self, tokenizer: Tokenizer, context: list[int], num_pending: int) -> None:
         self._decode = partial(tokenizer.decode, skip_special_tokens=False)
+        self._token_bytes = tokenizer.token_bytes
         self._token_ids = context
         self._prefix_offset = 0
         self._read_offset = len(context)
@@ -143,6 +145,9 @@ class _Windows:
         before, after = self._before, self._decode(self._token_ids[self._prefix_offset :])
         if len(after) <= len(before):
             return ""
-        self._prefix_offset, self._read_offset = self._read_offset, len(self._token_ids)
+        # A decoder may strip spaces, and fewer of a window than of one that goes on with more of them.
+        if not self._token_bytes(self._token_ids[self._read_offset]).startswith(b" "):
+            self._prefix_offset = self._read_offset
+        self._read_offset = len(self._token_ids)
         self._before = self._decode(self._token_ids[self._prefix_offset : self._read_offset])
         return after[len(before) :]

@@ -140,6 +140,8 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ``token_ids``, with its spaces unchanged."""
+        if not token_ids:
+            return ""  # which some decoders cannot make
         if self._rust is not None:
             return str(self._rust.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
         return str(

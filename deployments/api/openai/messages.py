@@ -76,13 +76,14 @@ class Message(BaseModel):
 
     @property
     def text(self) -> str:
-        """The content as text.
+        """The content as text; of an assistant's message without any, its refusal.
 
         Raises:
             ApiError: 400 for images, sound and video, 501 for other parts that are not text.
         """
         if self.content is None or isinstance(self.content, str):
-            return self.content or ""
+            refusal = (self.model_extra or {}).get("refusal") if self.role == "assistant" else None
+            return self.content or (refusal if isinstance(refusal, str) else "")
         return "\n".join(map(self._text_of, self.content))
 
     def _text_of(self, part: TextPart) -> str:

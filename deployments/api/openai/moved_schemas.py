@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import quote
 
 from deployments.parsers.schema_references import Schema, is_resource, target
-from engine.structured_outputs.schemas import BY_NAME, DATA, map_schemas
+from engine.structured_outputs.schemas import BY_NAME, DATA, map_schemas, referenced
 
 __all__ = ["moved_schemas", "pointer"]
 
@@ -72,6 +72,7 @@ def _has_old_ids(schema: Schema) -> bool:
 
 def _without_names(document: Schema, place: str) -> Any:
     """Return a schema that is now at ``place``, without names, and with references to places."""
+    pointed = referenced(document)
     places = {id(part): place + path for path, part in _parts(document, "")}
 
     def moved(part: Any, base: Schema) -> Any:
@@ -81,7 +82,10 @@ def _without_names(document: Schema, place: str) -> Any:
             return part
         base = part if is_resource(part) else base
         kept = {key: value for key, value in part.items() if not (key in _NAMES and isinstance(value, str | None))}
-        copied = {key: value if key in DATA else inner(key, value, base) for key, value in kept.items()}
+        copied = {
+            key: value if key in DATA and id(value) not in pointed else inner(key, value, base)
+            for key, value in kept.items()
+        }
         if isinstance(reference := part.get("$ref"), str):
             copied["$ref"] = places.get(id(target(reference, base, document)[0]), reference)
         return copied

@@ -65,6 +65,12 @@ CASES: list[tuple[dict[str, Any], set[str]]] = [
     ({"type": "integer", "enum": [1.0, 2.0]}, {"integer"}),
     ({"type": "integer", "const": "1"}, {"integer"}),  # a contradiction; the first keyword counts
     ({"$ref": "#Color"}, {ANY}),  # an anchor
+    ({"not": {"type": "number"}}, {"boolean", "string", "array", "object", "null"}),
+    ({"not": {"type": ["null", "object", "array"], "title": "no"}}, {"boolean", "integer", "number", "string"}),
+    ({"not": {"type": "number", "maximum": 3}}, set()),
+    ({"type": ["string", "integer"], "not": {"type": "integer"}}, STRING),
+    ({"if": {"type": ["number", "boolean", "null", "object", "array"]}, "then": False}, STRING),
+    ({"if": {"type": "string"}, "else": False}, STRING),
     ({"type": ["integer", "string"]}, {"integer", "string"}),
     ({}, set()),
     ({"description": "anything"}, set()),
@@ -153,6 +159,17 @@ def test_every_format_of_text_looks_at_listed_values(family: str, written: str, 
     )
     call = json.loads("".join(event.text for event in events if isinstance(event, CallArguments)))
     assert call == {"a": expected}
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"unevaluatedProperties": {"type": "string"}},
+        {"dependentSchemas": {"a": {"properties": {"a": {"type": "string"}}}}},
+    ],
+)
+def test_what_other_keywords_say_about_a_property(parameters: dict[str, Any]) -> None:
+    assert arguments(parameters, "12345") == {"a": "12345"}
 
 
 @pytest.mark.parametrize("schema", [schema for schema, types in CASES if types >= STRING and "integer" not in types])

@@ -103,6 +103,19 @@ def test_data_and_names_are_no_schemas() -> None:
     assert without_unknown_formats(data | names) == data | names
 
 
+@pytest.mark.parametrize("name", ["default", "example", "examples", "const", "enum"])
+def test_data_that_a_reference_points_to_is_a_schema(name: str, compiler: GrammarCompiler) -> None:
+    for pointer in (f"#/components/schemas/{name}", f"#/$defs/a/{name}", f"#/x/{name}/inner", f"#/x/{name}/a~1%25"):
+        place: dict[str, Any] = dict(PASSWORD)
+        for part in reversed(pointer.replace("a~1%25", "a~1%").split("/")[1:]):
+            place = {part.replace("~1", "/"): place}
+        schema = place | {"$ref": pointer}
+        assert "format" not in json.dumps(without_unknown_formats(schema))
+        compiler.compile(StructuredOutputsParams(json=schema))
+    within = {"$defs": {"a": {"$id": "https://example.com/a", "$ref": f"#/b/{name}", "b": {name: PASSWORD}}}}
+    assert "format" not in json.dumps(without_unknown_formats(within))
+
+
 def test_every_place_of_a_schema_is_reached() -> None:
     keywords = [
         "additionalProperties",

@@ -133,7 +133,7 @@ _FACTORS = (  # of embeddings, scores, logits and the residual stream
 )
 _SMALLEST_FACTOR, _LARGEST_FACTOR = 1e-6, 1e6
 _FLAGS = ("attention_bias", "mlp_bias", "tie_word_embeddings")
-_DTYPES = ("bfloat16", "float16", "float32", "float64", "auto")
+_DTYPES = ("bfloat16", "float16", "float32", "float64", "half", "float", "double")  # names of torch
 _ROPE = ("rope_parameters", "rope_scaling")
 _EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
 _LARGEST_NUMBER = 1e30
@@ -212,7 +212,7 @@ def _problems(raw: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
             yield name, raw[name], "true or false"
     for name in ("dtype", "torch_dtype"):
         dtype = raw.get(name)
-        if isinstance(dtype, str) and dtype.removeprefix("torch.") not in _DTYPES:
+        if isinstance(dtype, str) and dtype not in _DTYPES:
             yield name, dtype, f"one of {', '.join(_DTYPES)}"
     names = raw.get("architectures")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):

@@ -51,6 +51,14 @@ PAIRS = {
         NUMBERED,
     ),
     "draft 4": (_tool("#/definitions/b", **DRAFT_4, id="http://example.com/x", definitions={"b": TEXT}), NUMBERED),
+    "a name that is a keyword for data": (
+        _tool("#/x/default", x={"default": {"$ref": "#/x/enum"}, "enum": TEXT}),
+        _tool("#/x/default", x={"default": {"$ref": "#/x/enum"}, "enum": COUNT}),
+    ),
+    "such a name within an id": (
+        _tool("#/x/default", **{"$id": "p", "x": {"default": {"$ref": "#/x/enum"}, "enum": TEXT}}),
+        _tool("#/x/default", **{"$id": "p", "x": {"default": {"$ref": "#/x/enum"}, "enum": COUNT}}),
+    ),
     "empty reference": (
         _tool("#/$defs/b", **{"$defs": {"b": {"anyOf": [TEXT, {"$ref": ""}]}}}),
         _tool("#/$defs/b", **{"$defs": {"b": {"anyOf": [COUNT, {"$ref": ""}]}}}),

@@ -69,6 +69,16 @@ def test_what_is_not_text_is_rejected(client: TestClient, part: dict[str, Any], 
     assert error["message"] == f"messages: {problem}; send text"
 
 
+def test_a_refusal_that_is_sent_back_is_its_text(client: TestClient, engines: FakeEngines, tokenizer_path: Any) -> None:
+    """As our own answers have it, and OpenAI's."""
+    for content, shown in ((None, "I cannot."), ("", "I cannot."), ("Yes.", "Yes.")):
+        message = {"role": "assistant", "content": content, "refusal": "I cannot."}
+        ids = _prompt(client, engines, messages=[USER, message, USER])
+        assert f"assistant\n{shown}<|im_end|>" in Tokenizer(tokenizer_path).decode(ids, skip_special_tokens=False)
+    ids = _prompt(client, engines, messages=[USER | {"refusal": "I cannot."}, USER])
+    assert "cannot" not in Tokenizer(tokenizer_path).decode(ids)
+
+
 def test_a_refusal_of_the_assistant_is_its_text(client: TestClient, engines: FakeEngines, tokenizer_path: Any) -> None:
     parts = [{"type": "text", "text": "No:"}, {"type": "refusal", "refusal": "I cannot."}]
     ids = _prompt(client, engines, messages=[USER, {"role": "assistant", "content": parts}, USER])

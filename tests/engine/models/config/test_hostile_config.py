@@ -184,6 +184,8 @@ def test_a_wrong_share_of_rotated_elements_is_named(workshops: Workshops) -> Non
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan is not a small number"),
         ({"rope_parameters": {"rope_theta": -1.0}}, "rope_parameters.rope_theta=-1.0 is not a positive number"),
         ({"torch_dtype": "int8"}, "torch_dtype='int8' is not one of bfloat16"),
+        ({"dtype": "auto"}, "dtype='auto' is not one of bfloat16"),
+        ({"dtype": "torch.bfloat16"}, "dtype='torch.bfloat16' is not one of bfloat16"),
         ({"architectures": 5}, "architectures=5 is not a list of names"),
     ],
 )
