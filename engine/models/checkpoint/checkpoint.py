@@ -20,7 +20,7 @@ import torch
 
 from engine.errors import ModelLoadError, listed
 from engine.models.checkpoint.composed_weight import ComposedWeight, Entry, read_composed, tensors_of, weights_of
-from engine.models.checkpoint.files.chosen_files import SINGLE, chosen_index
+from engine.models.checkpoint.files.chosen_files import chosen_file
 from engine.models.checkpoint.files.safetensors_header import StoredTensor
 from engine.models.checkpoint.files.shard_index import join_shards, read_index
 from engine.models.checkpoint.files.tensor_files import TensorFiles
@@ -250,12 +250,13 @@ def open_checkpoint(path: str | Path) -> Iterator[Checkpoint]:
         if is_gguf(path):
             yield Checkpoint(directory, _gguf_entries(directory, files), files)
             return
-        if (index := chosen_index(directory)) is None:
-            stored = _open(files, directory / SINGLE)
-        else:
-            weight_map = read_index(index)
+        file = chosen_file(directory)
+        if file.suffix == ".json":
+            weight_map = read_index(file)
             by_file = {name: _open(files, directory / name) for name in dict.fromkeys(weight_map.values())}
-            stored = join_shards(index, weight_map, by_file)
+            stored = join_shards(file, weight_map, by_file)
+        else:
+            stored = _open(files, file)
         yield Checkpoint(directory, _entries(directory, stored, files), files)
 
 

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from engine.config import EngineConfig
+from engine.errors import ModelLoadError
 from engine.models.checkpoint.checkpoint import open_checkpoint
 from engine.worker.model_shard import ModelShard
 from tests.engine.checkpoints import build_model, save_checkpoint
@@ -135,6 +137,31 @@ def test_an_index_of_the_single_file_and_others_is_needed(both: Path) -> None:
     (both / "model.safetensors.index.json").write_text(json.dumps(index))
     with open_checkpoint(both) as checkpoint:
         assert checkpoint.read(NORM).eq(7.0).all()
+
+
+def test_config_json_may_name_the_file(both: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """As transformers reads ``transformers_weights``; the file may be a link, as a hub's cache has it."""
+    weights = load_file(both / "model.safetensors")
+    weights[NORM].fill_(3.0)
+    outside = tmp_path_factory.mktemp("blobs") / "blob.safetensors"
+    save_file(weights, outside, {"format": "pt"})
+    (both / "other.safetensors").symlink_to(outside)
+    config = json.loads((both / "config.json").read_text())
+    index = {"metadata": {}, "weight_map": dict.fromkeys(weights, "other.safetensors")}
+    (both / "other.safetensors.index.json").write_text(json.dumps(index))
+    for name in ("other.safetensors", "other.safetensors.index.json"):
+        (both / "config.json").write_text(json.dumps(config | {"transformers_weights": name}))
+        with open_checkpoint(both) as checkpoint:
+            assert checkpoint.read(NORM).eq(3.0).all()
+        theirs = AutoModelForCausalLM.from_pretrained(both).state_dict()
+        assert theirs[NORM].eq(3.0).all()
+    for name in ("missing.safetensors", f"../{outside.parent.name}/{outside.name}", "config.json", "", 5):
+        (both / "config.json").write_text(json.dumps(config | {"transformers_weights": name}))
+        with (
+            pytest.raises(ModelLoadError, match="transformers_weights=.* is not a safetensors file"),
+            open_checkpoint(both),
+        ):
+            pass
 
 
 def test_shards_that_the_index_does_not_list_are_named(both: Path, caplog: pytest.LogCaptureFixture) -> None:
