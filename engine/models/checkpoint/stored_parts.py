@@ -60,8 +60,9 @@ def stored_with_prefix(name: str, checkpoint: Checkpoint, config: ModelConfig) -
 
 def _prefix(checkpoint: Checkpoint, config: ModelConfig) -> str:
     # By the norm, which every checkpoint has: of tied weights only the head may be stored, without a prefix.
+    # A checkpoint of the model without its head, as of Qwen3's embeddings, has none at all.
     prefixes, norm = config.family.prefixes, stored_name(NORM, config.family.stored_names)
-    return next((prefix for prefix in prefixes if prefix + norm in checkpoint), prefixes[0])
+    return next((prefix for prefix in (*prefixes, "") if prefix + norm in checkpoint), prefixes[0])
 
 
 def stored_parts(name: str, checkpoint: Checkpoint, config: ModelConfig, rank: int, size: int) -> list[Part]:

@@ -112,3 +112,18 @@ def test_a_copy_of_the_embedding_takes_no_memory_of_its_own(
     addresses = [model.lm_head.weight.data_ptr() == model.embed_tokens.weight.data_ptr() for model in models]
     assert addresses == [True, False]
     assert caplog.text.count("differs from the embedding and is used") == 1
+
+
+@pytest.mark.parametrize("with_head", [False, True])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "gemma2"])
+def test_names_of_the_model_without_its_head(name: str, with_head: bool, tmp_path: Path) -> None:
+    """As ``AutoModel`` saves it: no name begins with ``model.``."""
+
+    def change(weights: dict[str, torch.Tensor]) -> None:
+        if with_head:
+            add_head(weights)
+        for stored in [stored for stored in weights if stored.startswith("model.")]:
+            weights[stored.removeprefix("model.")] = weights.pop(stored)
+
+    path = store(name, tmp_path, change)
+    assert tokens_of(path) == expected_tokens(path)
