@@ -316,8 +316,12 @@ def _has_started(proxy: Proxy) -> bool:
 
 def _has_checked(proxy: Proxy) -> bool:
     """Return whether each server's health has been checked; until then HAProxy may take it for ready or not."""
-    rows = csv.DictReader(proxy.command("show stat").removeprefix("# ").splitlines())
-    return not any(row["check_status"].endswith("INI") for row in rows)
+    try:
+        answer = proxy.command("show stat")
+    except OSError:  # the socket has a name, and nobody listens there yet
+        return False
+    rows = list(csv.DictReader(answer.removeprefix("# ").splitlines()))
+    return bool(rows) and not any(row["check_status"].endswith("INI") for row in rows)
 
 
 def _accepts(proxy: Proxy) -> bool:
