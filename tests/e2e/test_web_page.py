@@ -53,8 +53,29 @@ def test_the_second_question_of_a_chat_hits_the_cache(open_page: Opener) -> None
     expect(page.locator("#routed tr").first.locator("td").nth(2)).to_have_text("hit")
 
 
+# Gives the page one event of a stream in a frame: a browser that is late would read several at once.
+ONE_EVENT_A_FRAME = """() => {
+    const fetched = window.fetch;
+    window.fetch = async (...request) => {
+        const response = await fetched(...request);
+        if (!response.headers.get("content-type")?.includes("event-stream")) return response;
+        const decoder = new TextDecoder(), encoder = new TextEncoder();
+        const slowly = new TransformStream({
+            async transform(chunk, controller) {
+                for (const event of decoder.decode(chunk, {stream: true}).split(/(?<=\\n\\n)/)) {
+                    controller.enqueue(encoder.encode(event));
+                    await new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)));
+                }
+            },
+        });
+        return new Response(response.body.pipeThrough(slowly), response);
+    };
+}"""
+
+
 def test_a_chat_streams_and_shows_its_statistics(open_page: Opener) -> None:
     page = open_page()
+    page.evaluate(ONE_EVENT_A_FRAME)
     page.evaluate("""() => {
         window.lengths = new Set();
         const look = () => lengths.add(document.querySelector(".assistant .text")?.textContent.length ?? 0);
