@@ -1,13 +1,13 @@
-"""Check and measure everything that needs a GPU, in two calls of under nine minutes, and write one JSON for each.
+"""Check and measure everything that needs a GPU, in three calls of under nine minutes, and write a JSON for each.
 
     python -m benchmarks.gpu.check --call 1 --work /dev/shm/check --out right.json    # whether answers are right
     python -m benchmarks.gpu.check --call 2 --work /dev/shm/check --out figures.json  # then what is measured
-    python -m benchmarks.gpu.check --out result.json                   # both; full sizes on a GPU, tiny ones on a CPU
+    python -m benchmarks.gpu.check --out result.json                   # all; full sizes on a GPU, tiny ones on a CPU
     python -m benchmarks.gpu.check --size tiny --out r.json            # tiny everywhere
     python -m benchmarks.gpu.check --parts tokens decode_8b --out r.json  # these, and what they need
 
-It needs torch, triton, transformers and xxhash; no Ray, no network, no checkpoint: models have random weights. The
-second call takes checkpoints and limits from the ``--work`` of the first. flash-attn is checked where it is installed.
+It needs torch, triton, transformers, xxhash and msgspec; no Ray, no network, no checkpoint: models have random weights.
+Later calls take checkpoints and limits from the ``--work`` of the first. flash-attn is checked where it is installed.
 Each part runs in a process of its own, within a limit, and the JSON is written after each. On a CPU the same code runs
 with the CPU's kernels, which shows that the script works, not that the GPU's kernels do. It exits with 1 if a part
 failed or did not run.
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="auto", help="as torch names it; default: a GPU if there is one")
     parser.add_argument("--size", choices=("auto", "full", "tiny"), default="auto")
     parser.add_argument("--parts", nargs="+", metavar="NAME", help=f"of {', '.join(part.name for part in PARTS)}")
-    parser.add_argument("--call", type=int, choices=range(1, len(CALLS) + 1), help="run one half of the parts")
+    parser.add_argument("--call", type=int, choices=range(1, len(CALLS) + 1), help="run the parts of one call")
     parser.add_argument("--deadline", type=float, default=DEADLINE_S, help="seconds of the whole run")
     parser.add_argument(
         "--work", type=Path, help="directory for checkpoints and logs, which is kept; default: a new one"

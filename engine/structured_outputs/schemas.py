@@ -60,21 +60,21 @@ def _mapped(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any] | Non
 def referenced(document: Any) -> set[int]:
     """Return the ids of the objects to which the document's references by JSON pointer lead, and of those on the way.
 
-    A pointer starts from the document, or from a schema around it that has an ``$id``.
+    A pointer starts from the nearest schema around it that has an ``$id``, or from the document.
     """
-    objects = [document]
-    for part in objects:  # which grows meanwhile
+    objects, pointers = [(document, document)], dict[tuple[int, str], Any]()  # each object with what is around it
+    for part, around in objects:  # which grows meanwhile
+        base = part if isinstance(part, Mapping) and "$id" in part else around
+        reference = part.get("$ref") if isinstance(part, Mapping) else None
+        if isinstance(reference, str) and reference.startswith("#/"):
+            pointers[id(base), reference] = base
         values = part.values() if isinstance(part, Mapping) else part if isinstance(part, list) else ()
-        objects.extend(value for value in values if isinstance(value, Mapping | list))
-    schemas = [part for part in objects if isinstance(part, Mapping)]
-    pointers = {part["$ref"] for part in schemas if isinstance(part.get("$ref"), str)}
+        objects.extend((value, base) for value in values if isinstance(value, Mapping | list))
     found = set[int]()
-    for start in [part for part in schemas if part is document or "$id" in part]:
-        for pointer in pointers:
-            at: Any = start
-            for name in unquote(pointer).removeprefix("#").split("/")[1:] if pointer.startswith("#/") else ():
-                at = at.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(at, Mapping) else None
-                found.add(id(at))
+    for (_, pointer), at in pointers.items():
+        for name in unquote(pointer).split("/")[1:]:
+            at = at.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(at, Mapping) else None
+            found.add(id(at))
     return found - {id(None)}
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from kernels.linear.base import LinearMethod
 from kernels.shared_memory import has_large_shared_memory
 
-__all__ = ["FixedTileLinear", "TritonLinears", "linear_triton"]
+__all__ = ["FixedOrderLinear", "TritonLinears", "linear_triton"]
 
 # A tile and how it is computed, by the bytes of an element. More inputs of float32 would spill registers, and so would
 # fewer warps where each element has its address, which Triton avoids if it knows that a row is a multiple of 16.
@@ -105,7 +105,7 @@ def _tile(rows: torch.Tensor) -> dict[str, int]:
     return _TILES[rows.element_size()]
 
 
-class FixedTileLinear(nn.Module):
+class FixedOrderLinear(nn.Module):
     """A linear layer by ``linear_triton``."""
 
     def __init__(self, layer: nn.Linear) -> None:
@@ -118,10 +118,10 @@ class FixedTileLinear(nn.Module):
 
 
 class TritonLinears(LinearMethod):
-    """Keeps the weights as they are, and multiplies with tiles of one size."""
+    """Keeps the weights as they are, and adds up each sum in one order."""
 
     name = "triton"
 
     def layer(self, linear: nn.Linear) -> nn.Module:
         """Return a layer with the weights of ``linear``."""
-        return FixedTileLinear(linear)
+        return FixedOrderLinear(linear)

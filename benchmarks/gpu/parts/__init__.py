@@ -1,8 +1,8 @@
 """The parts of the run, what shows that answers are right first, with the time that each takes on an H200.
 
 A part is a function that takes a PartRun. This table imports none of them. The times include the start of the process,
-some ten seconds with the engine, but not the compilation of kernels, a minute in all. So the parts are divided into two
-calls of nine minutes; what no longer fits into one can be run again with ``--parts``.
+some ten seconds with the engine, but not the compilation of kernels, a minute in all. So the parts are divided into
+three calls of nine minutes; what no longer fits into one can be run again with ``--parts``.
 """
 
 from __future__ import annotations

@@ -65,6 +65,9 @@ class Constants:
     @contextmanager
     def set(self) -> Iterator[None]:
         with ExitStack() as stack:
+            # Shapes keep what followed from them.
+            stack.callback(attention.shape_of.cache_clear)
+            attention.shape_of.cache_clear()
             for (module, name), value in self.modules.items():
                 stack.enter_context(patch.object(module, name, value))
             for name, value in self.shape.items():
@@ -79,7 +82,7 @@ def _prefill(rows: int, warps: int, stages: int, tile: int = 64) -> Constants:
 
 
 def _decode(
-    tile: int = 64, stages: int = 5, programs: int = 2, keys: int = 256, splits: int = 16, warps: int = 4
+    tile: int = 32, stages: int = 5, programs: int = 4, keys: int = 256, splits: int = 16, warps: int = 4
 ) -> Constants:
     modules = {
         (attention, "_DECODE_STAGES"): stages,
@@ -116,13 +119,11 @@ PREFILL_CONSTANTS = {
 }
 DECODE_CONSTANTS = {
     AS_THEY_ARE: Constants(),
-    "32 keys": _decode(tile=32),
-    "32 keys, 3 programs": _decode(tile=32, programs=3),
-    "32 keys, 4 programs": _decode(tile=32, programs=4),
-    "32 keys, 4 programs, 7 stages": _decode(tile=32, programs=4, stages=7),
+    "64 keys, 2 programs": _decode(tile=64, programs=2),
+    "64 keys, 3 programs": _decode(tile=64, programs=3),
+    "2 programs": _decode(programs=2),
     "3 programs": _decode(programs=3),
-    "4 programs": _decode(programs=4),
-    "1 program": _decode(programs=1),
+    "6 programs": _decode(programs=6),
     "3 stages": _decode(stages=3),
     "4 stages": _decode(stages=4),
     "7 stages": _decode(stages=7),
@@ -130,7 +131,7 @@ DECODE_CONSTANTS = {
     "512 keys a split": _decode(keys=512),
     "32 splits": _decode(splits=32),
     "64 splits": _decode(splits=64),
-    "128 keys": _decode(tile=128, stages=3),
+    "128 keys, 2 programs, 3 stages": _decode(tile=128, programs=2, stages=3),
     "2 warps": _decode(warps=2),
     "8 warps": _decode(warps=8),
 }

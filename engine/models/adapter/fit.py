@@ -7,7 +7,6 @@ tensors without memory: what it finds missing, unexpected or of another shape do
 from __future__ import annotations
 
 import copy
-import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from engine.errors import ModelLoadError
+from engine.garbage import without_garbage_collection
 from engine.models.checkpoint.checkpoint import Checkpoint
 from engine.models.checkpoint.unneeded_bias import unneeded_biases
 
@@ -49,7 +49,8 @@ def require_fit(model: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> list[
     )
     order: list[str] = []
     headers = {name: _Header(checkpoint, name, order, dtype) for name in checkpoint.names}
-    with loading_in_order(), _without_garbage_collection():
+    # The collector would walk through the objects of all stored tensors again and again.
+    with loading_in_order(), without_garbage_collection():
         loading, _ = convert_and_load_state_dict_in_model(model, headers, config)
     model._adjust_missing_and_unexpected_keys(loading)
     ties: dict[str, str] = model.all_tied_weights_keys
@@ -98,18 +99,6 @@ def loading_in_order() -> Iterator[None]:
         del os.environ[_IN_ORDER]
         if before is not None:
             os.environ[_IN_ORDER] = before
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Disable the garbage collector, which would walk through the objects of all stored tensors again and again."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class _Copies:

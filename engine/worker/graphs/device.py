@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
+
+from engine.garbage import without_garbage_collection
 
 __all__ = ["CudaGraphDevice", "GraphDevice"]
 
@@ -30,18 +30,6 @@ class GraphDevice(Protocol):
         """Return the bytes of the device that are in use, without those that torch merely keeps for later."""
 
 
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Keep the garbage collector from freeing the graphs of another engine, which a capture must not contain."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 class CudaGraphDevice:
     """CUDA graphs on one GPU, with one memory pool for all of them."""
 
@@ -58,8 +46,9 @@ class CudaGraphDevice:
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         # thread_local: other threads may use CUDA meanwhile, as those of another engine in this process do.
+        # A collection might free the graphs of another engine, which would become a part of this one.
         with (
-            _no_collection(),
+            without_garbage_collection(),
             torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
         ):
             run()

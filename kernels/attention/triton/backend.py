@@ -23,7 +23,7 @@ from kernels.attention.window import Window, sliding_and_chunk
 from kernels.attention_metadata import AttentionMetadata
 from kernels.shared_memory import has_large_shared_memory
 
-__all__ = ["TritonBackend"]
+__all__ = ["TritonBackend", "shape_of"]
 
 _FEW_STAGES = 2  # of prefills on GPUs whose programs get little shared memory
 _DECODE_WARPS = 4
@@ -94,7 +94,7 @@ class TritonBackend(AttentionBackend):
 
 def _layer_shape(inputs: AttentionInputs) -> LayerShape:
     heads = heads_per_tile(inputs.num_heads) if inputs.has_latents else inputs.group_size
-    return _shape(
+    return shape_of(
         heads,
         inputs.num_heads // heads,
         inputs.value_dim,
@@ -104,7 +104,7 @@ def _layer_shape(inputs: AttentionInputs) -> LayerShape:
     )
 
 
-_shape = cache(LayerShape)  # one object for all layers and steps of a shape
+shape_of = cache(LayerShape)  # one object for all layers and steps of a shape
 
 
 def _split_constants(layer: LayerShape) -> dict[str, int]:

@@ -45,9 +45,9 @@ def decoder(
 @pytest.mark.long
 def test_logits_have_the_same_bits_in_any_batch(decoder: Decoder) -> None:
     from kernels.attention.triton.backend import TritonBackend
-    from kernels.linear.triton import FixedTileLinear
+    from kernels.linear.triton import FixedOrderLinear
 
-    assert isinstance(decoder.lm_head, FixedTileLinear)
+    assert isinstance(decoder.lm_head, FixedOrderLinear)
     sequences = make_sequences()
     steps = [sorted(step, key=lambda chunk: chunk[2] - chunk[1] > 1) for step in STEPS]  # decodes first
     together = packed_logits(decoder, sequences, steps=steps, backend=TritonBackend())
