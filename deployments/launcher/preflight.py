@@ -6,6 +6,7 @@ Serve silently accepts unknown keys at every level; these checks reject them and
 from __future__ import annotations
 
 import errno
+import os
 import reprlib
 import socket
 from collections.abc import Mapping
@@ -113,16 +114,28 @@ def _validate(document: dict[str, Any]) -> ServeDeploySchema:
 def require_free_port(endpoint: Endpoint) -> None:
     """Raise ConfigError unless a server can listen at the endpoint: its host is this machine's and its port is free."""
     if "%" in endpoint.host:
-        raise ConfigError(
-            f"http_options.host='{endpoint.host}' names an interface, on which HAProxy cannot listen; {ITS_OWN}"
-        )
+        raise ConfigError(_of_an_interface(endpoint))
     family = socket.AF_INET6 if ":" in endpoint.host else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((endpoint.host, endpoint.port))
+            _require_route(probe)
     except (OSError, UnicodeError) as error:  # UnicodeError: no name of a host
         raise ConfigError(_why_not(endpoint, error)) from None
+
+
+def _require_route(bound: socket.socket) -> None:
+    """Raise OSError if no client can connect to a bound socket: to an address of many machines, which can be bound."""
+    with socket.socket(bound.family, socket.SOCK_STREAM) as client:
+        client.setblocking(False)  # the system looks for a route at once
+        error = client.connect_ex(bound.getsockname())
+    if error == errno.ENETUNREACH:  # a multicast or a broadcast address
+        raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
+
+
+def _of_an_interface(endpoint: Endpoint) -> str:
+    return f"http_options.host='{endpoint.host}' is of one interface only, on which HAProxy cannot listen; {ITS_OWN}"
 
 
 def _why_not(endpoint: Endpoint, error: OSError | UnicodeError) -> str:
@@ -130,6 +143,8 @@ def _why_not(endpoint: Endpoint, error: OSError | UnicodeError) -> str:
     host, port = endpoint.host, endpoint.port
     if isinstance(error, socket.gaierror | UnicodeError):
         return f"http_options.host='{host}' cannot be resolved to an address of this machine; {ITS_OWN}"
+    if error.errno == errno.EINVAL:  # an address of IPv6 that is valid beside the name of an interface
+        return _of_an_interface(endpoint)
     if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):  # the second: a machine without IPv6
         return f"http_options.host='{host}' is not an address of this machine; {ITS_OWN}"
     if error.errno == errno.EADDRINUSE:

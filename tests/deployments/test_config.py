@@ -198,10 +198,17 @@ def test_a_taken_port() -> None:
         ),  # RFC 5737
         ("no such host", "cannot be resolved to an address of this machine; give one of its addresses"),
         ("a..b", "cannot be resolved"),
-        ("fe80::1%eth0", "names an interface, on which HAProxy cannot listen; give one of its addresses"),
+        ("fe80::1%eth0", "is of one interface only, on which HAProxy cannot listen; give one of its addresses"),
+        ("fe80::1", "is of one interface only, on which HAProxy cannot listen; give one of its addresses"),
+        ("ff02::1", "is of one interface only"),
+        ("224.0.0.1", "is not an address of this machine; give one of its addresses"),  # can be bound, as the next two
+        ("::ffff:224.0.0.1", "is not an address of this machine"),
+        ("255.255.255.255", "is not an address of this machine"),
     ],
 )
 def test_a_host_that_is_not_this_machine(host: str, problem: str) -> None:
+    if ":" in host and not Path("/proc/net/if_inet6").exists():
+        pytest.skip("this machine has no IPv6")
     with pytest.raises(ConfigError) as caught:
         require_free_port(Endpoint(host, 8000, "/", "m"))
     assert str(caught.value).startswith(f"http_options.host='{host}' {problem}")
