@@ -32,8 +32,9 @@ unexport PYTHONDONTWRITEBYTECODE
   test-gpu-rehearsal-exhaustive lint bench clean
 .DELETE_ON_ERROR:
 
+# In the locale's encoding the launcher could not name, or would name otherwise, files that the server finds in UTF-8.
 serve: $(VENV)/.installed
-	@exec $(BIN)/python -m deployments.launch $(CONFIG)
+	@PYTHONUTF8=1 exec $(BIN)/python -m deployments.launch $(CONFIG)
 
 # Ray's dashboard requires Ray's token, which `serve status` sends in this mode only. RAY_DASHBOARD_ADDRESS changes where.
 status:

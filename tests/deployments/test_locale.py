@@ -32,3 +32,21 @@ def test_a_checkpoint_and_a_config_in_utf_8_are_read_in_an_ascii_locale(tmp_path
         timeout=120,
     )
     assert run.stdout.decode().strip() == ascii("Großes Modell 模型")
+
+
+def test_the_launcher_names_files_as_the_server_does(tmp_path: Path) -> None:
+    """A path of the config in the locale's encoding would be another one, or none."""
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -c "import os; print(os.fsencode(chr(0x6A21)))" "$@"\n')
+    python.chmod(0o755)
+    (tmp_path / ".installed").touch()
+    run = subprocess.run(
+        ["make", "--silent", "serve", f"VENV={tmp_path}"],
+        env=os.environ | ASCII,
+        cwd=checkout_root(),
+        capture_output=True,
+        check=True,
+        timeout=120,
+    )
+    assert run.stdout.decode().strip() == repr("模".encode())
