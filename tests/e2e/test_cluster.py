@@ -38,6 +38,7 @@ class RunningCluster:
             "RAY_TMPDIR": str(ray_dir),
             "RAY_AUTH_MODE": "disabled",
         }
+        settings.pop("RAY_OVERRIDE_RESOURCES")  # of one node, which the launcher starts
         self.log = ray_dir / "cluster.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
