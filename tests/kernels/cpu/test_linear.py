@@ -69,6 +69,19 @@ def test_a_row_has_the_same_bits_in_any_number_of_rows(in_features: int, out_fea
     assert torch.equal(linear(x[7:], packed), alone[7:])  # at another index of their tiles
 
 
+def test_two_interleaved_matrices_have_their_own_biases() -> None:
+    """Their panels of 16 outputs alternate, as those of an MLP's gate and up projections do."""
+    x, weights, biases = torch.randn(5, 96), torch.randn(2, 48, 96), torch.randn(2, 48)
+    packed = PackedLinear(WeightKind.FLOAT32, 96, 96, has_bias=True)
+    for index, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        packed.set_weight(weight, every=2, offset=index)
+        packed.set_bias(bias, every=2, offset=index)
+    panels = linear(x, packed).view(5, 3, 2, 16)
+    for index in range(2):
+        wanted = reference.linear(x, weights[index], biases[index], WeightKind.FLOAT32)
+        assert torch.allclose(panels[:, :, index].reshape(5, 48), wanted, rtol=0, atol=1e-4)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     num_rows=st.integers(1, 70),
