@@ -38,6 +38,16 @@ async def test_what_has_arrived_meanwhile_is_one_output() -> None:
     assert (dispatch.num_tokens, dispatch.num_cached_tokens) == (4, 2)
 
 
+async def test_tokens_that_are_taken_together_name_their_replica() -> None:
+    dispatch = _dispatch()
+    dispatch.replica = "r1"
+    for token in (6, 7):
+        dispatch.put_token(token)
+    taken = await dispatch.next()
+    assert taken is not None
+    assert (taken.token_ids, taken.replica) == ([6, 7], "r1")
+
+
 async def test_the_first_error_comes_after_the_outputs_and_stays() -> None:
     dispatch = _dispatch()
     dispatch.put_token(5)

@@ -294,6 +294,14 @@ async def test_a_replica_that_is_not_listed_keeps_its_link_until_its_streams_end
     assert ingress.links.ready == []
 
 
+async def test_a_list_of_replicas_that_comes_at_the_end_is_ignored_after_it() -> None:
+    ingress = Ingress()
+    ingress.links.set_replicas({})
+    ingress.links.close()
+    await asyncio.sleep(0)  # the event loop takes the list
+    assert ingress.num_changes == 0
+
+
 async def test_an_address_that_is_none_is_ignored(peers: Peers) -> None:
     ingress = peers.ingress()
     good = "tcp://127.0.0.1:1"
