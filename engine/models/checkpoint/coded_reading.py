@@ -1,0 +1,79 @@
+"""Reading quantised weights as they are stored, codes and scales, for the linear methods that compute with them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from engine.errors import ModelLoadError
+from engine.models.checkpoint.composed_weight import ComposedWeight, Entry
+from engine.models.checkpoint.files.tensor_files import TensorFiles
+from engine.models.checkpoint.packed_weight import MatrixParts, PackedWeight, Scratch, row_blocks
+from engine.models.checkpoint.sharding import Shard
+from kernels.coded_weight import BLOCK_INPUTS, CodedMatrix, CodeFormat
+
+__all__ = ["code_format_of", "read_coded"]
+
+_LARGE = 3e38 / 2**16  # a scale below it gives numbers that are finite in bfloat16, whatever the codes are
+
+
+def code_format_of(entry: Entry, shard: Shard | None) -> CodeFormat | None:
+    """Return how the codes of a weight, or of a ``shard`` of it, are kept as they are; None if they cannot be."""
+    if isinstance(entry, ComposedWeight) and entry.layout == "stacked" and shard is not None:
+        return code_format_of(entry.members[shard.index], replace(shard, num_stacked=None, index=0))
+    if not isinstance(entry, PackedWeight) or entry.is_convolution or entry.is_tall or len(entry.shape) < 2:
+        return None
+    is_member = shard is not None and shard.num_stacked is not None
+    if len(entry.stacked) != is_member:
+        return None
+    form = entry.code_format
+    if form is None or shard is None or shard.dim == 0:
+        return form
+    group = form.group if form.group < shard.full else BLOCK_INPUTS  # of all inputs, or fewer
+    is_whole = shard.start % group == 0 and (shard.stop % group == 0 or shard.stop == shard.full)
+    return form if is_whole else None
+
+
+def read_coded(files: TensorFiles, entry: Entry, shard: Shard | None, scratch: Scratch) -> CodedMatrix:
+    """Return a weight that has a ``code_format_of``, or a ``shard`` of it.
+
+    Raises:
+        ModelLoadError: if a scale is not finite.
+        OSError: if a file cannot be read.
+    """
+    if isinstance(entry, ComposedWeight):
+        assert shard is not None
+        return read_coded(files, entry.members[shard.index], replace(shard, num_stacked=None, index=0), scratch)
+    assert isinstance(entry, PackedWeight)
+    index = shard.index if shard is not None and shard.num_stacked is not None else 0
+    rows, columns = range(entry.matrix_shape[0]), None
+    if shard is not None and shard.dim == 0:
+        rows = range(shard.start, shard.stop)
+    elif shard is not None:
+        columns = (shard.start, shard.stop)
+    parts = MatrixParts(files, entry, index, scratch)
+    whole, blocks, target = parts.whole(), row_blocks(entry, rows), None
+    for read, wanted in blocks:
+        block = entry.coded(whole | parts.by_rows(read), read)
+        block = block.rows(slice(wanted.start - read.start, wanted.stop - read.start))
+        if columns is not None:
+            block = block.columns(*columns)
+        _require_finite(entry, block)
+        target = _empty_like(block, len(rows)) if target is None else target
+        for name, part in block.parts.items():
+            target.parts[name][wanted.start - rows.start : wanted.stop - rows.start] = part
+    assert target is not None
+    return target
+
+
+def _empty_like(block: CodedMatrix, num_rows: int) -> CodedMatrix:
+    parts = {name: part.new_empty(num_rows, *part.shape[1:]) for name, part in block.parts.items()}
+    return block.with_parts(parts)
+
+
+def _require_finite(weight: PackedWeight, block: CodedMatrix) -> None:
+    for factors in (block.outer_scales, block.outer_minima, block.output_scales):
+        if factors is not None and factors.numel() and not bool(factors.abs().max() < _LARGE):  # also of NaN
+            raise ModelLoadError(
+                f"'{weight.name}' of '{weight.path}' ({weight.format}) has scales that are NaN, infinite or too large; "
+                "download the file again, or make it again"
+            )

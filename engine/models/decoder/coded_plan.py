@@ -1,0 +1,143 @@
+"""plan_codes: which weights of a quantised checkpoint the C kernels compute from their codes, and in which formats.
+
+It is decided from the files' headers, before memory is allocated. Every other weight is dequantised when it is read.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.models.checkpoint.checkpoint import Checkpoint
+from engine.models.checkpoint.expert_weights import unstack
+from engine.models.checkpoint.stored_parts import EMBEDDING, HEAD, Part, stored_parts
+from engine.models.config.model_config import ModelConfig
+from engine.models.tensor_parallel import TensorParallel
+from kernels.coded_weight import Section
+from kernels.cpu.coded_linear import SECTION_OUTPUTS
+
+__all__ = ["NO_CODES", "CodedPlan", "plan_codes"]
+
+# By the name of a layer's parameter in decoder.py: the attribute of PackedLayer, PackedExperts and PackedRecurrent.
+_OF_LAYER = {
+    "self_attn.qkv_proj.weight": "qkv",
+    "self_attn.qkv_a_proj.weight": "qkv",
+    "self_attn.q_b_proj.weight": "query",
+    "self_attn.o_proj.weight": "output",
+    "mlp.gate_up_proj.weight": "gate_up",
+    "mlp.up_proj.weight": "gate_up",
+    "mlp.down_proj.weight": "down",
+    "mlp.dense.gate_up_proj.weight": "gate_up",
+    "mlp.dense.down_proj.weight": "down",
+    "per_layer_input.gate.weight": "own_gate",
+    "per_layer_input.projection.weight": "own_projection",
+}
+_OF_EXPERTS = {
+    "experts.gate_up_proj": "gate_up",
+    "experts.up_proj": "gate_up",
+    "experts.down_proj": "down",
+    "shared_expert.gate_up_proj.weight": "shared_gate_up",
+    "shared_expert.up_proj.weight": "shared_gate_up",
+    "shared_expert.down_proj.weight": "shared_down",
+    "fc1_latent_proj.weight": "latent_in",
+    "fc2_latent_proj.weight": "latent_out",
+}
+_OF_RECURRENT = {"recurrent.in_proj.weight": "input", "recurrent.out_proj.weight": "output"}
+LayerPart = Literal["layer", "experts", "recurrent"]
+_NAMES: dict[LayerPart, dict[str, str]] = {
+    "layer": _OF_LAYER,
+    "experts": {
+        f"{block}.{name}": attribute for block in ("mlp", "mlp.sparse") for name, attribute in _OF_EXPERTS.items()
+    },
+    "recurrent": _OF_RECURRENT,
+}
+
+
+@dataclass(frozen=True)
+class CodedPlan:
+    """Which weights stay codes.
+
+    Attributes:
+        sections: their formats, by the names of our decoder's parameters, those of experts without their number.
+        stored: the names of the stored weights that they are made of.
+    """
+
+    sections: Mapping[str, tuple[Section, ...]]
+    stored: frozenset[str]
+
+    def of_layer(self, layer: int, part: LayerPart) -> Mapping[str, tuple[Section, ...]]:
+        """Return the formats of a part of a layer, by the names of its attributes."""
+        names = {f"layers.{layer}.{name}": attribute for name, attribute in _NAMES[part].items()}
+        return {attribute: self.sections[name] for name, attribute in names.items() if name in self.sections}
+
+    def has(self, name: str) -> bool:
+        """Return whether a parameter stays codes; experts have their numbers."""
+        return _without_number(name) in self.sections
+
+
+NO_CODES = CodedPlan({}, frozenset())
+
+
+def plan_codes(
+    shapes: Mapping[str, Iterable[int]],
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    parallel: TensorParallel,
+    *,
+    is_head_embedding: bool,
+) -> CodedPlan:
+    """Return which weights stay codes.
+
+    Args:
+        shapes: of this rank's parameters, by name.
+        checkpoint: whose weights they are.
+        config: of the whole model.
+        parallel: the rank whose share is read.
+        is_head_embedding: the embedding is read from the head's packed weights.
+    """
+    found: dict[str, tuple[Section, ...] | None] = {}
+    stored: dict[str, set[str]] = defaultdict(set)
+    for name, shape in unstack({name: list(shape) for name, shape in shapes.items() if _is_linear(name)}):
+        if name == HEAD and config.tie_word_embeddings:
+            continue  # it is the embedding
+        if name == EMBEDDING and not is_head_embedding:
+            continue
+        parts = stored_parts(name, checkpoint, config, parallel.rank, parallel.size)
+        key, sections = _without_number(name), _sections(name, shape, parts, checkpoint)
+        found[key] = sections if found.get(key, sections) == sections else None  # of all experts alike
+        stored[key].update(part.name for part in parts)
+    kept = {name: sections for name, sections in found.items() if sections is not None}
+    return CodedPlan(kept, frozenset().union(*(stored[name] for name in kept)))
+
+
+def _without_number(name: str) -> str:
+    block, is_expert, rest = name.partition(".experts.")
+    return f"{block}{is_expert}{rest.rpartition('.')[2]}" if is_expert else name
+
+
+def _is_linear(name: str) -> bool:
+    if name in (EMBEDDING, HEAD):
+        return True
+    first, _, rest = name.partition(".")
+    own = rest.partition(".")[2]
+    return first == "layers" and any(own in names for names in _NAMES.values())
+
+
+def _sections(name: str, shape: list[int], parts: Iterable[Part], checkpoint: Checkpoint) -> tuple[Section, ...] | None:
+    """Return the formats of a parameter's outputs; None if it has to be dequantised."""
+    sections: list[Section] = []
+    for part in parts:
+        form = checkpoint.code_format(part.name, part.shard) if part.name in checkpoint else None
+        if form is None or part.scale != 1.0:
+            return None
+        is_share = part.shard is not None and part.shard.dim == 0
+        count = part.shard.stop - part.shard.start if is_share and part.shard is not None else shape[0]
+        if sections and sections[-1].format == form:
+            count += sections.pop().num_outputs
+        sections.append(Section(form, count))
+    if any(section.num_outputs % SECTION_OUTPUTS for section in sections[:-1]):
+        return None
+    is_interleaved = "gate_up_proj" in name
+    return None if is_interleaved and len(sections) > 1 else tuple(sections) or None

@@ -1,0 +1,209 @@
+"""CodeFormat and CodedMatrix: weights that stay codes of a few bits, with scales of groups of inputs.
+
+The formats of quantised checkpoints (GGUF's blocks, GPTQ, AWQ, compressed-tensors' integers, MXFP4, NVFP4) are all
+
+    weight = scale * (level - zero)     or     weight = scale * level - minimum
+
+where the level is the code, or what a table of 16 has for it. A format reads its codes and factors into a CodedMatrix;
+a linear method packs them for its device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import groupby
+from typing import Literal
+
+import torch
+
+__all__ = [
+    "BLOCK_INPUTS",
+    "CodeFormat",
+    "CodedMatrix",
+    "CodedWeight",
+    "Section",
+    "Weight",
+    "coded_weight",
+    "decode",
+    "halves",
+]
+
+BLOCK_INPUTS = 32  # inputs that are packed together
+
+OuterType = Literal["float16", "bfloat16", "float32"]
+Zero = Literal["constant", "points", "minima"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodeFormat:
+    """How the codes of a weight become numbers.
+
+    Attributes:
+        bits: of a code, 2 to 8.
+        granule: neighbouring inputs with one scale and minimum, 16 or 32. Larger groups have ``granules_per_outer``.
+        granules_per_outer: neighbouring granules with the same outer factors.
+        outer_type: of the outer scales, and minima.
+        has_inner: scales, and minima, are products of an outer factor and of one of a granule, a byte.
+        zero_kind: what is subtracted: ``zero`` from each level, a zero point from the levels, or a minimum.
+        zero: see ``zero_kind``.
+        levels: of codes of 4 bits, from 0 to 255; empty: the codes are the levels.
+        has_output_scales: each output is multiplied by a float32 of its own as well.
+    """
+
+    bits: int
+    granule: int = 32
+    granules_per_outer: int = 1
+    outer_type: OuterType = "float16"
+    has_inner: bool = False
+    zero_kind: Zero = "constant"
+    zero: float = 0.0
+    levels: tuple[int, ...] = ()
+    has_output_scales: bool = False
+
+    @property
+    def group(self) -> int:
+        """Neighbouring inputs with the same outer factors. A part of a weight's inputs begins at a multiple of it."""
+        return max(self.granule * self.granules_per_outer, BLOCK_INPUTS)
+
+    def num_granules(self, in_features: int) -> int:
+        """Granules of an output, with those of inputs that fill its last block."""
+        return -(-in_features // BLOCK_INPUTS) * (BLOCK_INPUTS // self.granule)
+
+    def num_outers(self, in_features: int) -> int:
+        """Outer factors of an output."""
+        return -(-self.num_granules(in_features) // self.granules_per_outer)
+
+
+@dataclass(frozen=True)
+class Section:
+    """Neighbouring outputs of a weight that have one format."""
+
+    format: CodeFormat
+    num_outputs: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CodedMatrix:
+    """A weight [out_features, in_features] as codes and factors, on the CPU.
+
+    Attributes:
+        format: how to decode them.
+        codes: uint8 [out_features, in_features], one a byte.
+        outer_scales: of the format's ``outer_type``, [out_features, num_outers].
+        outer_minima: of the same type and shape; only with minima.
+        zero_points: uint8 [out_features, num_outers]; only with zero points.
+        inner_scales: int8 [out_features, num_granules]; only with inner factors.
+        inner_minima: uint8 [out_features, num_granules]; only with inner factors and minima.
+        output_scales: float32 [out_features]; only if the format has them.
+    """
+
+    format: CodeFormat
+    codes: torch.Tensor
+    outer_scales: torch.Tensor
+    outer_minima: torch.Tensor | None = None
+    zero_points: torch.Tensor | None = None
+    inner_scales: torch.Tensor | None = None
+    inner_minima: torch.Tensor | None = None
+    output_scales: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """Outputs and inputs."""
+        return self.codes.shape
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.nbytes for part in self.parts.values())
+
+    @property
+    def parts(self) -> dict[str, torch.Tensor]:
+        """The tensors by name. Each has a row for each output."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+
+    def with_parts(self, parts: Mapping[str, torch.Tensor]) -> CodedMatrix:
+        """Return a matrix of this format with other tensors, by name."""
+        return CodedMatrix(format=self.format, **parts)
+
+    def rows(self, index: slice | list[int] | torch.Tensor) -> CodedMatrix:
+        """Return some outputs, in the order of ``index``."""
+        return self.with_parts({name: part[index] for name, part in self.parts.items()})
+
+    def columns(self, start: int, stop: int) -> CodedMatrix:
+        """Return some inputs; both are multiples of the format's group, or the end."""
+        form = self.format
+        units = {"codes": 1, "inner_scales": form.granule, "inner_minima": form.granule, "output_scales": 0}
+        parts = {}
+        for name, part in self.parts.items():
+            unit = units.get(name, form.granule * form.granules_per_outer)
+            parts[name] = part[:, start // unit : -(-stop // unit)].contiguous() if unit else part
+        return self.with_parts(parts)
+
+
+@dataclass(frozen=True, eq=False)
+class CodedWeight:
+    """A weight of one or several coded matrices, one below the other; fused projections may have several formats.
+
+    Attributes:
+        sections: neighbours differ in format.
+    """
+
+    sections: tuple[CodedMatrix, ...]
+
+    @property
+    def shape(self) -> torch.Size:
+        """Outputs and inputs."""
+        return torch.Size((sum(section.shape[0] for section in self.sections), self.sections[0].shape[1]))
+
+    def chunk(self, count: int) -> list[CodedWeight]:
+        """Return as many parts with equally many outputs; the weight has one format."""
+        (matrix,) = self.sections
+        size = matrix.shape[0] // count
+        return [CodedWeight((matrix.rows(slice(start, start + size)),)) for start in range(0, size * count, size)]
+
+
+Weight = torch.Tensor | CodedWeight
+
+
+def halves(weight: Weight) -> Sequence[Weight]:
+    """Return the upper and the lower outputs of a weight, which has one format."""
+    return list(weight.chunk(2))
+
+
+def coded_weight(matrices: Sequence[CodedMatrix]) -> CodedWeight:
+    """Return matrices, one below the other, as one weight."""
+    sections: list[CodedMatrix] = []
+    for _, group in groupby(matrices, key=lambda matrix: matrix.format):
+        same = list(group)
+        parts = {name: torch.cat([matrix.parts[name] for matrix in same]) for name in same[0].parts}
+        sections.append(same[0] if len(same) == 1 else same[0].with_parts(parts))
+    return CodedWeight(tuple(sections))
+
+
+def decode(matrix: CodedMatrix) -> torch.Tensor:
+    """Return the weights, float32 [out_features, in_features], as plainly as torch allows."""
+    form, (_, in_features) = matrix.format, matrix.shape
+    levels = matrix.codes.float()
+    if form.levels:
+        levels = torch.tensor(form.levels, dtype=torch.float32)[matrix.codes.long()]
+
+    def spread(factors: torch.Tensor, inputs: int) -> torch.Tensor:
+        return factors.float().repeat_interleave(min(inputs, in_features), dim=1)[:, :in_features]
+
+    outer = form.granule * form.granules_per_outer
+    scales = spread(matrix.outer_scales, outer)
+    if matrix.inner_scales is not None:
+        scales = scales * spread(matrix.inner_scales, form.granule)
+    if form.zero_kind == "constant":
+        weight = scales * (levels - form.zero)
+    elif matrix.zero_points is not None:
+        weight = scales * (levels - spread(matrix.zero_points, outer))
+    else:
+        assert matrix.outer_minima is not None
+        minima = spread(matrix.outer_minima, outer)
+        if matrix.inner_minima is not None:
+            minima = minima * spread(matrix.inner_minima, form.granule)
+        weight = scales * levels - minima
+    return weight if matrix.output_scales is None else weight * matrix.output_scales.unsqueeze(1)

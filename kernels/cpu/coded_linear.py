@@ -1,0 +1,221 @@
+"""CodedLinear: a linear layer's weights as codes of a few bits, packed for the C kernels.
+
+csrc/linear/coded.h draws the layout. A weight is packed once; the tensors it came from are not needed afterwards.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from types import MappingProxyType
+
+import torch
+from torch.nn import functional as F
+
+from kernels.coded_weight import BLOCK_INPUTS, CodedMatrix, CodedWeight, CodeFormat, Section
+from kernels.cpu.bindings import CCodedPanels, CCodeFormat, CWeight, address
+from kernels.cpu.library import require
+from kernels.cpu.linear import LANES, PANELS_AT_ONCE, PackedLinear, WeightKind
+from kernels.cpu.memory import huge_zeros
+
+__all__ = ["NOT_CODED", "SECTION_OUTPUTS", "Coded", "CodedLinear", "packed_linear"]
+
+SECTION_OUTPUTS = LANES * PANELS_AT_ONCE  # that are read together
+SEGMENT_INPUTS = 256  # whose factors and codes are together
+_VECTOR_BYTES = 64
+_OUTER_TYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+_ZERO_KINDS = ("constant", "points", "minima")
+
+
+Coded = Mapping[str, Sequence[Section]]  # the sections of the weights that stay codes, by their names
+NOT_CODED: Coded = MappingProxyType({})
+
+
+def packed_linear(
+    kind: WeightKind,
+    in_features: int,
+    out_features: int,
+    *,
+    has_bias: bool = False,
+    sections: Sequence[Section] | None = None,
+) -> PackedLinear:
+    """Return packed weights: coded ones if there are ``sections``, else of this ``kind``."""
+    if sections is None:
+        return PackedLinear(kind, in_features, out_features, has_bias=has_bias)
+    return CodedLinear(sections, in_features, out_features, has_bias=has_bias)
+
+
+class CodedLinear(PackedLinear):
+    """Packed codes [out_features, in_features], zero until they are set.
+
+    Args:
+        sections: the outputs' formats, in order. All but the last have a multiple of `SECTION_OUTPUTS`.
+        in_features: elements of a row.
+        out_features: rows; the last section is as long as it takes.
+        has_bias: whether there is a bias, which is kept in float32.
+
+    Attributes:
+        words: the packed codes and their factors, int32.
+    """
+
+    def __init__(
+        self, sections: Sequence[Section], in_features: int, out_features: int, *, has_bias: bool = False
+    ) -> None:
+        assert all(section.num_outputs % SECTION_OUTPUTS == 0 for section in sections[:-1])
+        self.kind, self.in_features, self.out_features = WeightKind.CODED, in_features, out_features
+        num_last = out_features - sum(section.num_outputs for section in sections[:-1])
+        sections = [*sections[:-1], Section(sections[-1].format, num_last)]
+        self._sections = [_Panels(section, in_features) for section in sections]
+        self.words = huge_zeros((sum(panels.num_bytes for panels in self._sections) // 4,), torch.int32)
+        num_panels = sum(panels.count for panels in self._sections)
+        self._bias = torch.zeros(num_panels * LANES) if has_bias else None
+        has_scales = any(section.format.has_output_scales for section in sections)
+        self._scales = torch.ones(num_panels * LANES) if has_scales else None
+        groups: list[CCodedPanels] = []
+        start = 0
+        for panels in self._sections:
+            step = PANELS_AT_ONCE * panels.layout.num_bytes
+            starts = range(start, start + panels.num_bytes, step)
+            groups += [CCodedPanels(at, ctypes.pointer(panels.c_format)) for at in starts]
+            start += panels.num_bytes
+        self._groups = (CCodedPanels * len(groups))(*groups)
+        self.c_weight = CWeight(
+            self.words.data_ptr(),
+            address(self._scales),
+            None,
+            address(self._bias),
+            ctypes.addressof(self._groups),
+            self.kind,
+            in_features,
+            self.out_features,
+        )
+
+    def set_weight(
+        self, weight: torch.Tensor | CodedWeight, *, first_output: int = 0, every: int = 1, offset: int = 0
+    ) -> None:
+        """Pack rows; their formats are those that the sections have there.
+
+        Args:
+            weight: coded; codes of zero follow shorter rows.
+            first_output: as for `PackedLinear`; only where there is one section.
+            every: as for `PackedLinear`, likewise.
+            offset: see ``every``.
+        """
+        assert isinstance(weight, CodedWeight)
+        assert len(weight.sections) == len(self._sections)
+        first_byte = first_panel = 0
+        octets = self.words.view(torch.uint8)
+        for panels, matrix in zip(self._sections, weight.sections, strict=True):
+            own = octets[first_byte : first_byte + panels.num_bytes].view(panels.count, panels.layout.num_bytes)
+            panels.pack(own, _padded(matrix, self.in_features), first_output, every, offset)
+            if matrix.output_scales is not None:
+                assert self._scales is not None
+                index = torch.arange(first_output, first_output + len(matrix.output_scales))
+                lanes = (first_panel + index // LANES * every + offset) * LANES + index % LANES
+                self._scales[lanes] = matrix.output_scales
+            first_byte, first_panel = first_byte + panels.num_bytes, first_panel + panels.count
+
+
+class _Panels:
+    """The panels of one section."""
+
+    def __init__(self, section: Section, in_features: int) -> None:
+        self._section, self._in_features = section, in_features
+        self.layout = _PanelLayout(section.format, in_features)
+        self.count = -(-section.num_outputs // SECTION_OUTPUTS) * PANELS_AT_ONCE
+        self.num_bytes = self.count * self.layout.num_bytes
+
+    @cached_property
+    def c_format(self) -> CCodeFormat:
+        """The format as C has it."""
+        form = self._section.format
+        return CCodeFormat(
+            form.bits,
+            form.granule,
+            form.granules_per_outer,
+            list(_OUTER_TYPES).index(form.outer_type),
+            form.has_inner,
+            _ZERO_KINDS.index(form.zero_kind),
+            bool(form.levels),
+            form.zero,
+            (ctypes.c_uint8 * 16)(*form.levels),
+        )
+
+    def pack(self, octets: torch.Tensor, matrix: CodedMatrix, first_output: int, every: int, offset: int) -> None:
+        """Pack a matrix as outputs from ``first_output`` on, to ``octets`` [panels, bytes of a panel]."""
+        assert matrix.format == self._section.format
+        codes = matrix.codes.contiguous()
+        num_rows, in_features = codes.shape
+        arguments = (num_rows, in_features, first_output, every, offset)
+        require().pagoda_pack_codes(octets.data_ptr(), self.c_format, codes.data_ptr(), *arguments)
+        index = torch.arange(first_output, first_output + num_rows)
+        panel, lane = index // LANES * every + offset, index % LANES
+        for name, factors in matrix.parts.items():
+            if name in self.layout.starts:
+                of_segments = self.layout.of_segments(name, factors)
+                for first, target in self.layout.targets(name, octets, factors.dtype):
+                    target[panel, :, :, lane] = of_segments[:, first : first + target.shape[1]]
+
+
+class _PanelLayout:
+    """Where factors begin in the segments of a panel, in bytes, by their names in `CodedMatrix`."""
+
+    def __init__(self, form: CodeFormat, in_features: int) -> None:
+        granules = SEGMENT_INPUTS // form.granule
+        outers = max(1, granules // form.granules_per_outer)
+        self._repeats = max(1, form.granules_per_outer // granules)
+        counts = {"outer_scales": outers}
+        if form.zero_kind != "constant":
+            counts["outer_minima" if form.zero_kind == "minima" else "zero_points"] = outers
+        if form.has_inner:
+            counts["inner_scales"] = granules
+            if form.zero_kind == "minima":
+                counts["inner_minima"] = granules
+        self._counts, self.starts, end = counts, dict[str, int](), 0
+        for name, count in counts.items():
+            is_outer_float = name in ("outer_scales", "outer_minima")
+            self.starts[name] = end
+            end += count * LANES * (_OUTER_TYPES[form.outer_type].itemsize if is_outer_float else 1)
+        factor_bytes = -(-end // _VECTOR_BYTES) * _VECTOR_BYTES
+        block_bytes, blocks = form.bits * _VECTOR_BYTES, -(-in_features // BLOCK_INPUTS)
+        self._segment_bytes = factor_bytes + SEGMENT_INPUTS // BLOCK_INPUTS * block_bytes
+        self._num_segments = -(-in_features // SEGMENT_INPUTS)
+        self.num_bytes = self._num_segments * factor_bytes + blocks * block_bytes
+
+    def of_segments(self, name: str, factors: torch.Tensor) -> torch.Tensor:
+        """Return factors [rows, any] as those of each segment, [rows, segments, any]; zeros follow the last ones."""
+        if self._repeats > 1 and not name.startswith("inner"):
+            repeats = min(self._repeats, self._num_segments)
+            factors = factors.repeat_interleave(repeats, dim=1)[:, : self._num_segments]
+        count = self._counts[name]
+        factors = F.pad(factors, (0, self._num_segments * count - factors.shape[1]))
+        return factors.view(len(factors), -1, count)
+
+    def targets(self, name: str, octets: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield where factors are in panels, [panels, segments, any, 16], and which segment is the first there."""
+        start, size = self.starts[name], self._counts[name] * LANES * dtype.itemsize
+        num_whole = self.num_bytes // self._segment_bytes
+        whole = octets[:, : num_whole * self._segment_bytes].view(len(octets), num_whole, self._segment_bytes)
+        rest = octets[:, None, num_whole * self._segment_bytes :]
+        for first, segments in ((0, whole), (num_whole, rest)):
+            if segments.shape[1] and segments.shape[2]:
+                own = segments[:, :, start : start + size].view(dtype)
+                yield first, own.view(*own.shape[:2], -1, LANES)
+
+
+def _padded(matrix: CodedMatrix, in_features: int) -> CodedMatrix:
+    """Return a matrix with so many inputs; what follows its own is multiplied with zeros."""
+    missing = in_features - matrix.shape[1]
+    assert missing >= 0
+    if not missing:
+        return matrix
+    form, (_, own) = matrix.format, matrix.shape
+    outers = form.num_outers(in_features) - form.num_outers(own)
+    granules = form.num_granules(in_features) - form.num_granules(own)
+    more = {"codes": missing, "inner_scales": granules, "inner_minima": granules, "output_scales": 0}
+    parts = {}
+    for name, part in matrix.parts.items():
+        count = more.get(name, outers)
+        parts[name] = torch.cat((part, part.new_zeros(len(part), count)), dim=1) if count else part
+    return matrix.with_parts(parts)

@@ -1,0 +1,91 @@
+/* Weights that stay codes of 2 to 8 bits, as quantised checkpoints store them.
+ *
+ * A weight is scale * (level - zero), or scale * level - minimum. The level is the code, or what a table has for it.
+ * Neighbouring inputs, a granule of 16 or 32, share scale and minimum. Both may have two factors: an outer one, a float
+ * of 16 or 32 bits for some granules, and an inner one of a byte.
+ *
+ *     panel of 16 outputs   segments, of 256 inputs each; the last one may have fewer
+ *     segment               outer scales    [outers, 16]
+ *                           outer minima    [outers, 16]     of the same type; with minima only
+ *                           zero points     [outers, 16]     bytes; with zero points only
+ *                           inner scales    [granules, 16]   signed bytes; with inner factors only
+ *                           inner minima    [granules, 16]   bytes; with inner factors and minima only
+ *                           codes           [blocks, bits, 64]
+ *
+ * A segment has room for the factors of 256 inputs, rounded up to whole cache lines. An outer factor of more inputs is
+ * repeated in each segment. So the weights are read in the order of their addresses.
+ *
+ * A block is 32 inputs: eight words of four bytes (see vector.h) for each output. Its codes are stored in planes of 4, 2
+ * and 1 bits, as many as make up the bits of a code, the low bits first. Of the plane of 4 bits, byte i of the vectors 0
+ * to 3 has byte i of two words; of the plane of 2 bits, byte i of two vectors has byte i of four words, and so on. Codes of
+ * 8 bits are bytes.
+ *
+ * Some blocks of a panel are decoded at a time, to what is alike for all formats, and are then multiplied:
+ *
+ *     decoded block   levels   [8, 16]           words of four unsigned bytes
+ *                     scales   [granules, 16]    float32; one granule of 32 inputs, or two of 16
+ *                     minima   [granules, 16]    float32
+ *
+ * A block of a row of activations is twelve words: eight of signed bytes, their scale, and three sums times the scale, of
+ * the first 16 inputs, of the others, and of all.
+ */
+#ifndef PAGODA_CODED_H
+#define PAGODA_CODED_H
+
+#include <stdint.h>
+
+enum { BLOCK_INPUTS = 32, BLOCK_WORDS = BLOCK_INPUTS / 4, SEGMENT_BLOCKS = 8 };
+enum { ROW_SCALE = BLOCK_WORDS, ROW_SUMS = BLOCK_WORDS + 1, ROW_BLOCK_WORDS = BLOCK_WORDS + 4 };
+enum { OUTER_F16 = 0, OUTER_BF16 = 1, OUTER_F32 = 2 };
+enum { ZERO_CONSTANT = 0, ZERO_POINTS = 1, ZERO_MINIMA = 2 };
+
+/* How the codes of a weight are stored: CCodeFormat in kernels/cpu/bindings.py. */
+typedef struct {
+    int32_t bits;
+    int32_t granule;            /* inputs with a scale of their own: 16 or 32 */
+    int32_t granules_per_outer; /* with the same outer factors: a power of two, or a multiple of a segment's granules */
+    int32_t outer_type;
+    int32_t has_inner;
+    int32_t zero_kind;  /* what is subtracted: `zero` from levels, the zero points from levels, or minima */
+    int32_t has_levels; /* of codes of 4 bits */
+    float zero;
+    uint8_t levels[16];
+} pagoda_code_format;
+
+/* Where the parts of a segment begin, and what they take, in bytes. */
+typedef struct {
+    int64_t outer_minima, zero_points, inner_scales, inner_minima, codes, segment_bytes, panel_bytes;
+} pagoda_panel_layout;
+
+/* Four panels that are read together: CCodedPanels in kernels/cpu/bindings.py. */
+typedef struct {
+    int64_t start; /* of the first, in bytes from the weight's words on; the others follow */
+    const pagoda_code_format *format;
+} pagoda_coded_panels;
+
+/* The layout of a panel with so many inputs. */
+pagoda_panel_layout pagoda_layout_of_panel(const pagoda_code_format *format, int64_t in_features);
+
+/* Bytes of a decoded block. */
+int64_t pagoda_decoded_block_bytes(const pagoda_code_format *format);
+
+/* Decodes the `num_blocks` blocks of a segment. For each, `num_fetched` cache lines are read to the second cache from
+ * `fetched` on. */
+void pagoda_decode_segment(uint8_t *blocks, const uint8_t *segment, const pagoda_code_format *format,
+                           const pagoda_panel_layout *layout, int64_t num_blocks, const uint8_t *fetched,
+                           int64_t num_fetched);
+
+/* Multiplies the only row of a tile with a panel, to sums [16]; nothing of it is stored in between. */
+void pagoda_multiply_coded_row(float *sums, const uint32_t *row, const uint8_t *panel, const pagoda_code_format *format,
+                               const pagoda_panel_layout *layout, int64_t in_features);
+
+/* Decodes one output of a panel to float32 [in_features], times `multiplier`. */
+void pagoda_decode_output(float *output, const uint8_t *panel, int64_t lane, const pagoda_code_format *format,
+                          int64_t in_features, float multiplier);
+
+/* Packs rows of codes, a byte each, [num_rows, in_features], as outputs first_output and following; output i goes to panel
+ * (i / 16) * panel_step + panel_offset. `panels` begins at a weight's words or at a part of them. */
+void pagoda_pack_codes(uint8_t *panels, const pagoda_code_format *format, const uint8_t *codes, int64_t num_rows,
+                       int64_t in_features, int64_t first_output, int64_t panel_step, int64_t panel_offset);
+
+#endif

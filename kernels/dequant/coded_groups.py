@@ -1,0 +1,95 @@
+"""Integers with scales of groups of inputs as a CodedMatrix: GPTQ, AWQ, compressed-tensors, MLX, ModelOpt, FP4."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.coded_weight import BLOCK_INPUTS, CodedMatrix, CodeFormat, OuterType, Zero
+
+__all__ = ["coded_groups", "format_of_groups"]
+
+_TYPES: dict[torch.dtype, OuterType] = {
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float32",
+}
+_SEGMENT_INPUTS = 256  # a group has a power of two of inputs, or whole segments
+_ALL_INPUTS = 2**24  # of a group that has them all
+
+
+def format_of_groups(
+    bits: int,
+    group_size: int,
+    columns: int,
+    scales: torch.dtype,
+    *,
+    zero_kind: Zero = "constant",
+    zero: float = 0.0,
+    levels: tuple[int, ...] = (),
+    has_output_scales: bool = False,
+) -> CodeFormat | None:
+    """Return the format of codes with scales for groups of inputs; None if there is none.
+
+    Args:
+        bits: of a code.
+        group_size: neighbouring inputs with one scale.
+        columns: inputs; a group may have more.
+        scales: their dtype.
+        zero_kind: as `CodeFormat` has it.
+        zero: likewise.
+        levels: likewise.
+        has_output_scales: likewise.
+    """
+    if group_size >= columns:
+        group_size = _ALL_INPUTS
+    is_power = group_size & group_size - 1 == 0
+    if not 2 <= bits <= 8 or group_size < 16 or not (is_power or group_size % _SEGMENT_INPUTS == 0):
+        return None
+    granule = min(group_size, BLOCK_INPUTS)
+    return CodeFormat(
+        bits=bits,
+        granule=granule,
+        granules_per_outer=group_size // granule,
+        outer_type=_TYPES[scales],
+        zero_kind=zero_kind,
+        zero=zero,
+        levels=levels,
+        has_output_scales=has_output_scales,
+    )
+
+
+def coded_groups(
+    form: CodeFormat,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    *,
+    zeros: torch.Tensor | None = None,
+    minima: torch.Tensor | None = None,
+    output_scales: torch.Tensor | None = None,
+) -> CodedMatrix:
+    """Return rows of a weight.
+
+    Args:
+        form: what ``format_of_groups`` returned.
+        codes: integers from 0 on, [num_rows, columns].
+        scales: [num_rows, num_groups], or one row for all.
+        zeros: the zero points, [num_rows, num_groups]; of other formats None.
+        minima: [num_rows, num_groups]; of other formats None.
+        output_scales: float32 [num_rows]; of other formats None.
+    """
+    num_rows = len(codes)
+
+    def spread(factors: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+        return None if factors is None else factors.to(dtype).expand(num_rows, -1)
+
+    outer = next(dtype for dtype, name in _TYPES.items() if name == form.outer_type)
+    spread_scales = spread(scales, outer)
+    assert spread_scales is not None
+    return CodedMatrix(
+        format=form,
+        codes=codes.to(torch.uint8),
+        outer_scales=spread_scales,
+        outer_minima=spread(minima, outer),
+        zero_points=spread(zeros, torch.uint8),
+        output_scales=output_scales,
+    )

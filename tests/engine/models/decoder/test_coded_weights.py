@@ -1,0 +1,175 @@
+"""Weights that stay codes: nearly the answers of the dequantised weights, with the same bits in any batch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.llm import LLM, RequestOutput
+from engine.models.checkpoint import checkpoint as checkpoint_module
+from engine.sampling_params import SamplingParams
+from kernels.coded_weight import CodedMatrix
+from kernels.cpu.coded_linear import CodedLinear
+from kernels.cpu.library import library
+from tests.engine.models.checkpoint.formats import test_compressed_integers as of_integers
+from tests.engine.models.checkpoint.formats import test_fp4 as of_fp4
+from tests.engine.models.checkpoint.formats import test_gptq_awq as of_gptq_awq
+from tests.engine.models.checkpoint.formats import test_mlx as of_mlx
+from tests.engine.models.gguf import converted
+from tests.engine.oracle import answers, make_llm, random_tokens, run
+from tests.engine.worker.test_tensor_parallel import ThreadRanks
+
+pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler is installed")
+
+VOCABULARY = 120
+# int8 activations have an error of up to 1 / 254 of the largest of a block. Random weights add these up.
+CLOSE, SAME = 0.3, 1e-5
+
+MODELS: dict[str, Callable[[Path], Path]] = {
+    "gptq": lambda path: of_gptq_awq.save("gptq", path).path,
+    "awq": lambda path: of_gptq_awq.save("awq", path).path,
+    "int4": lambda path: of_integers.save("int4 symmetric", path).path,
+    "mxfp4": lambda path: of_fp4.save("mxfp4", path).path,
+    "nvfp4": lambda path: of_fp4.save("modelopt", path).path,
+    "mlx": lambda path: of_mlx.save(4, path).path,
+    "llama": lambda path: gguf(path, "llama"),
+    "qwen3": lambda path: gguf(path, "qwen3"),
+    "qwen3moe": lambda path: gguf(path, "qwen3moe"),
+    "gemma3": lambda path: gguf(path, "gemma3"),
+    "qwen35": lambda path: gguf(path, "qwen35"),
+    "granitehybrid-moe": lambda path: gguf(path, "granitehybrid-moe"),
+}
+SMALL = ("gptq", "nvfp4", "llama", "qwen3moe", "qwen35")
+EVERY = [pytest.param(name, marks=() if name in SMALL else pytest.mark.long) for name in MODELS]
+
+
+def gguf(path: Path, name: str) -> Path:
+    file = path / f"{name}.gguf"
+    converted.write_gguf(converted.build_model(name), name, file)
+    return file
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return cache(lambda name: MODELS[name](tmp_path_factory.mktemp("coded")))
+
+
+def prompts(count: int, length: int = 24) -> list[list[int]]:
+    return [random_tokens(random.Random(seed), length, VOCABULARY) for seed in range(count)]
+
+
+def coded_llm(path: Path, **options: Any) -> LLM:
+    return make_llm(str(path), **{"quantization": None, "num_blocks": 64, "block_size": 8} | options)
+
+
+def logprobs(path: Path, **options: Any) -> list[float]:
+    """Return the log-probability of each prompt token."""
+    llm = coded_llm(path, **options)
+    outputs = run(llm, prompts(2), SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0))
+    llm.engine.close()
+    return [value for output in outputs for value in _prompt_logprobs(output)]
+
+
+def _prompt_logprobs(output: RequestOutput) -> list[float]:
+    assert output.prompt_logprobs is not None
+    return [next(iter(entry.values())).logprob for entry in output.prompt_logprobs if entry]
+
+
+def largest_difference(path: Path, **options: Any) -> float:
+    exact = logprobs(path, quantization="dequantize")
+    return max(abs(a - b) for a, b in zip(exact, logprobs(path, **options), strict=True))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_answers_are_nearly_those_of_the_dequantised_weights(name: str, model: Callable[[str], Path]) -> None:
+    assert SAME < largest_difference(model(name)) < CLOSE
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_token_has_the_same_bits_in_any_batch(name: str, model: Callable[[str], Path]) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0)
+    many = prompts(5)
+    together = coded_llm(model(name), num_threads=2)
+    expected = run(together, many, params)
+    chunked = coded_llm(model(name), num_threads=1, max_num_batched_tokens=7)
+    alone = [run(chunked, [prompt], params)[0] for prompt in many]
+    assert answers(alone) == answers(expected)
+    for one, other in zip(alone, expected, strict=True):
+        assert one.outputs[0].cumulative_logprob == other.outputs[0].cumulative_logprob
+    for llm in (together, chunked):
+        llm.engine.close()
+
+
+@pytest.mark.parametrize("name", ["gptq", "llama", "qwen3moe", "qwen35"])
+def test_ranks_compute_nearly_the_same(
+    name: str, model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.worker.worker_pool.RemoteRanks", ThreadRanks)
+    assert largest_difference(model(name), tensor_parallel_size=2) < CLOSE
+
+
+def coded_linears(monkeypatch: pytest.MonkeyPatch, path: Path, **options: Any) -> list[CodedLinear]:
+    """Return the layers of a model whose weights stay codes."""
+    made: list[CodedLinear] = []
+    initialise = CodedLinear.__init__
+
+    def init(self: CodedLinear, *args: Any, **kwargs: Any) -> None:
+        initialise(self, *args, **kwargs)
+        made.append(self)
+
+    monkeypatch.setattr(CodedLinear, "__init__", init)
+    coded_llm(path, **options).engine.close()
+    return made
+
+
+def test_codes_take_the_bytes_of_the_file(model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    linears = coded_linears(monkeypatch, model("int4"))
+    assert len(linears) == 2 * 4  # of two layers; the head is not quantised
+    for linear in linears:
+        weights = linear.in_features * linear.out_features
+        assert 4 <= 8 * linear.num_bytes / weights < 6.5  # bits: small layers have padding
+
+
+def test_fused_projections_may_have_several_formats(
+    model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linears = coded_linears(monkeypatch, model("llama"))
+    assert max(len(linear._sections) for linear in linears) > 1
+
+
+def test_nothing_stays_codes_if_that_is_asked_for(
+    model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not coded_linears(monkeypatch, model("gptq"), quantization="dequantize")
+    assert not coded_linears(monkeypatch, model("gptq"), quantization="int8")
+
+
+def test_the_log_says_what_stays_codes_and_what_does_not(
+    model: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    coded_llm(model("gptq")).engine.close()
+    assert "14 weights (GPTQ) are computed from their codes" in caplog.text
+    caplog.clear()
+    coded_llm(model("gptq"), quantization="dequantize").engine.close()
+    assert "14 weights (GPTQ) are dequantised to float32" in caplog.text
+
+
+CHANGES: dict[str, Callable[[CodedMatrix], CodedMatrix]] = {
+    "neighbouring codes swapped": lambda m: m.with_parts(m.parts | {"codes": m.codes.view(len(m.codes), -1, 2).flip(2)
+                                                                    .reshape(m.codes.shape)}),
+    "a neighbour's scale": lambda m: m.with_parts(m.parts | {"outer_scales": m.outer_scales.roll(1, 1)}),
+    "zero points one too high": lambda m: m.with_parts(m.parts | {"zero_points": m.parts["zero_points"] + 1}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_planted_error_is_seen(change: str, model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    read = checkpoint_module.read_coded
+    monkeypatch.setattr(checkpoint_module, "read_coded", lambda *arguments: CHANGES[change](read(*arguments)))
+    assert largest_difference(model("gptq")) > 2 * CLOSE

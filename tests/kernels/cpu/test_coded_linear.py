@@ -1,0 +1,209 @@
+"""Linear layers on codes against the reference, in every format; and what a planted error changes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.coded_weight import CodedMatrix, CodedWeight, CodeFormat, Section, decode
+from kernels.cpu import reference
+from kernels.cpu.coded_linear import SECTION_OUTPUTS, CodedLinear
+from kernels.cpu.gather import gather_packed_rows
+from kernels.cpu.linear import linear
+
+LEVELS = (1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241)
+OUTER = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+# Relative to the sums of absolute products: levels and minima are multiplied apart, and nearly cancel.
+TOLERANCE = 3e-6
+
+FORMATS = {
+    "Q4_0": CodeFormat(bits=4, zero=8.0),
+    "Q4_K": CodeFormat(bits=4, granules_per_outer=8, has_inner=True, zero_kind="minima"),
+    "Q5_1": CodeFormat(bits=5, zero_kind="minima"),
+    "Q6_K": CodeFormat(bits=6, granule=16, granules_per_outer=16, has_inner=True, zero=32.0),
+    "Q8_0": CodeFormat(bits=8, zero=128.0),
+    "Q2_K": CodeFormat(bits=2, granule=16, granules_per_outer=16, has_inner=True, zero_kind="minima"),
+    "Q3_K": CodeFormat(bits=3, granule=16, granules_per_outer=16, has_inner=True, zero=4.0),
+    "IQ4_XS": CodeFormat(bits=4, granules_per_outer=8, has_inner=True, zero=128.0, levels=LEVELS),
+    "NVFP4": CodeFormat(bits=4, granule=16, zero=12.0, levels=LEVELS, has_output_scales=True),
+    "GPTQ": CodeFormat(bits=4, granules_per_outer=4, zero_kind="points"),
+    "7 bits by output": CodeFormat(bits=7, granules_per_outer=2**19, outer_type="float32", zero_kind="points"),
+    "groups of 512": CodeFormat(bits=8, granules_per_outer=16, outer_type="bfloat16", zero_kind="minima"),
+}
+
+
+def random_matrix(form: CodeFormat, rows: int, columns: int, seed: int = 0) -> CodedMatrix:
+    generator = torch.Generator().manual_seed(seed)
+    outers, granules = form.num_outers(columns), form.num_granules(columns)
+
+    def octets(count: int, low: int, high: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        return torch.randint(low, high, (rows, count), generator=generator, dtype=dtype)
+
+    def floats(count: int) -> torch.Tensor:
+        return (torch.randn(rows, count, generator=generator) * 0.01).to(OUTER[form.outer_type])
+
+    parts = {"codes": octets(columns, 0, 1 << form.bits), "outer_scales": floats(outers)}
+    if form.zero_kind == "minima":
+        parts["outer_minima"] = floats(outers)
+    if form.zero_kind == "points":
+        parts["zero_points"] = octets(outers, 0, 1 << form.bits)
+    if form.has_inner:
+        parts["inner_scales"] = octets(granules, -128, 128, torch.int8)
+        if form.zero_kind == "minima":
+            parts["inner_minima"] = octets(granules, 0, 256)
+    if form.has_output_scales:
+        parts["output_scales"] = torch.rand(rows, generator=generator)
+    return CodedMatrix(format=form, **parts)
+
+
+def packed(*matrices: CodedMatrix, in_features: int | None = None) -> CodedLinear:
+    sections = [Section(matrix.format, len(matrix.codes)) for matrix in matrices]
+    columns = in_features or matrices[0].shape[1]
+    layer = CodedLinear(sections, columns, sum(section.num_outputs for section in sections))
+    layer.set_weight(CodedWeight(matrices))
+    return layer
+
+
+def rows_of(count: int, columns: int) -> torch.Tensor:
+    return torch.randn(count, columns, generator=torch.Generator().manual_seed(count))
+
+
+def error(x: torch.Tensor, layer: CodedLinear, *matrices: CodedMatrix) -> float:
+    """Return the largest error of the layer's results, relative to the sum of the absolute products."""
+    wanted = torch.cat([reference.coded_linear(x, matrix) for matrix in matrices], dim=1)
+    rows = reference.quantize_blocks(x).abs().double()
+    terms = [replace(m.format, zero=0.0) for m in matrices]
+    magnitudes = torch.cat(
+        [
+            rows @ (decode(m).abs() + decode(replace(m, format=form)).abs()).double().t()
+            for m, form in zip(matrices, terms, strict=True)
+        ],
+        dim=1,
+    )
+    return float(((linear(x, layer) - wanted).abs() / magnitudes.clamp(min=1e-6)).max())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("num_rows", "outputs", "inputs"), [(1, 80, 96), (6, 17, 600), (7, 130, 70), (37, 200, 257)])
+def test_equals_the_reference(name: str, num_rows: int, outputs: int, inputs: int) -> None:
+    matrix, x = random_matrix(FORMATS[name], outputs, inputs), rows_of(num_rows, inputs)
+    assert error(x, packed(matrix), matrix) < TOLERANCE
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.builds(
+        CodeFormat,
+        bits=st.integers(2, 8),
+        granule=st.sampled_from([16, 32]),
+        granules_per_outer=st.sampled_from([1, 2, 4, 8, 16, 32, 2**18]),
+        outer_type=st.sampled_from(list(OUTER)),
+        has_inner=st.booleans(),
+        zero_kind=st.sampled_from(["constant", "points", "minima"]),
+        zero=st.just(5.0),
+        has_output_scales=st.booleans(),
+    ),
+    st.booleans(),
+    st.tuples(st.integers(1, 20), st.integers(1, 90), st.integers(1, 700)),
+)
+def test_any_format_equals_the_reference(form: CodeFormat, has_levels: bool, sizes: tuple[int, int, int]) -> None:
+    num_rows, outputs, inputs = sizes
+    if has_levels and form.bits == 4:
+        form = replace(form, levels=LEVELS)
+    matrix, x = random_matrix(form, outputs, inputs), rows_of(num_rows, inputs)
+    assert error(x, packed(matrix), matrix) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_row_has_the_same_bits_in_any_number_of_rows(name: str, num_threads: int) -> None:
+    layer = packed(random_matrix(FORMATS[name], 150, 600))
+    x = rows_of(40, 600)
+    together = linear(x, layer)
+    for count in (1, 2, 5, 6, 7, 17):
+        assert torch.equal(linear(x[:count], layer), together[:count])
+    assert torch.equal(torch.cat([linear(row[None], layer) for row in x]), together)
+
+
+def test_sections_have_formats_of_their_own() -> None:
+    first = random_matrix(FORMATS["Q4_K"], 2 * SECTION_OUTPUTS, 512, seed=1)
+    second = random_matrix(FORMATS["Q6_K"], 40, 512, seed=2)
+    for num_rows in (1, 9):
+        x = rows_of(num_rows, 512)
+        assert error(x, packed(first, second), first, second) < TOLERANCE
+
+
+def test_halves_are_interleaved_and_shorter_rows_padded() -> None:
+    form, size = FORMATS["Q5_1"], 48
+    matrix = random_matrix(form, 2 * size, 200)
+    layer = CodedLinear([Section(form, 2 * size)], 208, 2 * size)
+    for offset, half in enumerate(CodedWeight((matrix,)).chunk(2)):
+        layer.set_weight(half, every=2, offset=offset)
+    x = rows_of(3, 208)
+    panels = linear(x, layer).view(3, -1, 2, 16)
+    own = torch.cat((panels[:, :, 0].flatten(1), panels[:, :, 1].flatten(1)), dim=1)
+    x[:, 200:] = 0
+    wanted = reference.coded_linear(rows_of(3, 208)[:, :200], matrix)
+    assert torch.allclose(own, wanted, atol=0.05 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_of_an_embedding_are_decoded(name: str) -> None:
+    matrix = random_matrix(FORMATS[name], 70, 600)
+    ids = torch.tensor([0, 69, 16, 16])
+    assert torch.allclose(gather_packed_rows(packed(matrix), ids, 2.0), 2 * decode(matrix)[ids], rtol=1e-5, atol=1e-6)
+
+
+def test_a_nan_in_a_row_is_not_lost() -> None:
+    layer, x = packed(random_matrix(FORMATS["Q4_0"], 64, 96)), rows_of(3, 96)
+    x[1, 50] = torch.nan
+    results = linear(x, layer).isnan()
+    assert results[1].all()
+    assert not results[[0, 2]].any()
+
+
+def test_zeros_give_zeros() -> None:
+    assert not linear(torch.zeros(2, 96), packed(random_matrix(FORMATS["Q4_K"], 64, 96))).any()
+
+
+def shifted(name: str, dim: int) -> Callable[[CodedMatrix], CodedMatrix]:
+    return lambda matrix: matrix.with_parts(matrix.parts | {name: matrix.parts[name].roll(1, dim)})
+
+
+PLANTED: dict[str, tuple[str, Callable[[CodedMatrix], CodedMatrix]]] = {
+    "codes of the next output": ("Q4_0", shifted("codes", 0)),
+    "codes of the next input": ("Q4_0", shifted("codes", 1)),
+    "the next granule's scale": ("Q4_0", shifted("outer_scales", 1)),
+    "the next granule's inner scale": ("Q6_K", shifted("inner_scales", 1)),
+    "the next granule's minimum": ("Q4_K", shifted("inner_minima", 1)),
+    "the next group's zero point": ("GPTQ", shifted("zero_points", 1)),
+    "another constant": ("Q8_0", lambda m: replace(m, format=replace(m.format, zero=127.0))),
+    "another level": ("IQ4_XS", lambda m: replace(m, format=replace(m.format, levels=(*LEVELS[:-1], 240)))),
+    "the next output's factor": ("NVFP4", shifted("output_scales", 0)),
+    "the last code": ("Q4_0", lambda m: m.with_parts(m.parts | {"codes": torch.cat((m.codes[:, :-1],
+                                                                                  m.codes[:, -1:] ^ 15), dim=1)})),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_a_planted_error_is_seen(planted: str) -> None:
+    name, change = PLANTED[planted]
+    matrix = random_matrix(FORMATS[name], 64, 257)
+    assert error(rows_of(4, 257), packed(change(matrix)), matrix) > 10 * TOLERANCE
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("flags", ["-march=x86-64-v3", "-march=x86-64"])
+def test_other_instruction_sets_equal_the_reference(flags: str) -> None:
+    """AVX2 has loops of its own, and so has what any processor computes."""
+    tests = [f"{__file__}::{name}" for name in ("test_equals_the_reference", "test_any_format_equals_the_reference")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", *tests]
+    outcome = subprocess.run(command, env=os.environ | {"PAGODA_CPU_CFLAGS": flags}, capture_output=True, text=True)
+    assert outcome.returncode == 0, outcome.stdout
