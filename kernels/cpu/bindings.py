@@ -15,6 +15,8 @@ import torch
 
 __all__ = [
     "CAttentionCall",
+    "CCodeFormat",
+    "CCodedPanels",
     "CConvCall",
     "CDeltaRuleCall",
     "CExperts",
@@ -45,11 +47,27 @@ def _fields(kind: type[Any], *names: str) -> tuple[tuple[str, type[Any]], ...]:
     return tuple((name, kind) for name in names)
 
 
+class CCodeFormat(ctypes.Structure):
+    """``pagoda_code_format``."""
+
+    _fields_ = (
+        *_fields(_INT32, "bits", "granule", "granules_per_outer", "outer_type", "has_inner", "zero_kind", "has_levels"),
+        ("zero", _FLOAT),
+        ("levels", ctypes.c_uint8 * 16),
+    )
+
+
+class CCodedPanels(ctypes.Structure):
+    """``pagoda_coded_panels``."""
+
+    _fields_ = (("start", _INT64), ("format", ctypes.POINTER(CCodeFormat)))
+
+
 class CWeight(ctypes.Structure):
     """``pagoda_weight``."""
 
     _fields_ = (
-        *_fields(_POINTER, "words", "scales", "sums", "bias"),
+        *_fields(_POINTER, "words", "scales", "sums", "bias", "coded"),
         *_fields(_INT32, "kind", "in_features", "out_features"),
     )
 
@@ -231,6 +249,10 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pagoda_logits": (None, (_POINTER, _POINTER, _INT32, _POINTER, _FLOAT, _WEIGHT, _FLOAT, _POINTER, _POINTER)),
     "pagoda_mixer_half": (None, (_LAYER, _STEP, _CACHE)),
     "pagoda_mlp_half": (None, (_LAYER, _STEP)),
+    "pagoda_pack_codes": (
+        None,
+        (_POINTER, ctypes.POINTER(CCodeFormat), _POINTER, *(_INT64,) * 5),
+    ),
     "pagoda_pack_rows": (None, (_ROWS, _POINTER, _INT32, _INT32, _INT32, _POINTER, _FLOAT)),
     "pagoda_pack_weight": (None, (*(_POINTER,) * 4, *(_INT32,) * 7)),
     "pagoda_prefault_free": (None, (_POINTER,)),

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.coded_weight import Weight, halves
 from kernels.cpu.bindings import CExperts, CWeight
+from kernels.cpu.coded_linear import NOT_CODED, Coded, packed_linear
 from kernels.cpu.library import require
 from kernels.cpu.linear import LANES, PANELS_AT_ONCE, PackedLinear, WeightKind, activation_number
 from kernels.layer_ops.base import Activation
@@ -63,9 +65,10 @@ class PackedExperts:
     Args:
         sizes: of the layer.
         kind: the type of the experts' packed weights.
+        coded: the formats of weights that stay codes, by the names of the attributes; the others are of this kind.
     """
 
-    def __init__(self, sizes: ExpertSizes, kind: WeightKind) -> None:
+    def __init__(self, sizes: ExpertSizes, kind: WeightKind, coded: Coded = NOT_CODED) -> None:
         self.sizes = sizes
         count, hidden = sizes.num_experts, sizes.hidden_size
         halves = 2 if sizes.has_gate else 1
@@ -74,12 +77,18 @@ class PackedExperts:
         shared = _padded(sizes.shared_intermediate_size, LANES)
         gates_shared = shared > 0 and sizes.gates_shared_expert
         self.router = PackedLinear(WeightKind.FLOAT32, hidden, count + gates_shared)
-        self.gate_up = PackedLinear(kind, sizes.width, count * halves * self._inner)
-        self.down = PackedLinear(kind, self._inner, count * self._outputs)
-        self.shared_gate_up = PackedLinear(kind, hidden, halves * shared) if shared else None
-        self.shared_down = PackedLinear(kind, shared, hidden) if shared else None
-        self.latent_in = PackedLinear(kind, hidden, sizes.width) if sizes.latent_size else None
-        self.latent_out = PackedLinear(kind, sizes.width, hidden) if sizes.latent_size else None
+        self.gate_up = packed_linear(kind, sizes.width, count * halves * self._inner, sections=coded.get("gate_up"))
+        self.down = packed_linear(kind, self._inner, count * self._outputs, sections=coded.get("down"))
+        self.shared_gate_up = (
+            packed_linear(kind, hidden, halves * shared, sections=coded.get("shared_gate_up")) if shared else None
+        )
+        self.shared_down = packed_linear(kind, shared, hidden, sections=coded.get("shared_down")) if shared else None
+        self.latent_in = (
+            packed_linear(kind, hidden, sizes.width, sections=coded.get("latent_in")) if sizes.latent_size else None
+        )
+        self.latent_out = (
+            packed_linear(kind, sizes.width, hidden, sections=coded.get("latent_out")) if sizes.latent_size else None
+        )
         self.c_experts = CExperts(
             *(CWeight() if linear is None else linear.c_weight for linear in self._linears),
             num_experts=count,
@@ -137,43 +146,43 @@ class PackedExperts:
         self._choice_bias = bias.float().contiguous()  # the structure has its address only
         self.c_experts.choice_bias = self._choice_bias.data_ptr()
 
-    def set_up_weight(self, expert: int, weight: torch.Tensor) -> None:
+    def set_up_weight(self, expert: int, weight: Weight) -> None:
         """Set the first weights of an expert without a gate, [intermediate_size, width]."""
         assert not self.sizes.has_gate
         self.gate_up.set_weight(weight, first_output=expert * self._inner)
 
-    def set_shared_up_weight(self, weight: torch.Tensor) -> None:
+    def set_shared_up_weight(self, weight: Weight) -> None:
         """Set the first weights of a shared expert without a gate, [shared_intermediate_size, hidden_size]."""
         assert self.shared_gate_up is not None
         assert not self.sizes.has_gate
         self.shared_gate_up.set_weight(weight)
 
-    def set_gate_up_weight(self, expert: int, weight: torch.Tensor) -> None:
+    def set_gate_up_weight(self, expert: int, weight: Weight) -> None:
         """Set one expert's gate and up, one below the other: [2 * intermediate_size, width]."""
-        for offset, half in enumerate(weight.chunk(2)):
+        for offset, half in enumerate(halves(weight)):
             self.gate_up.set_weight(half, first_output=expert * self._inner, every=2, offset=offset)
 
-    def set_down_weight(self, expert: int, weight: torch.Tensor) -> None:
+    def set_down_weight(self, expert: int, weight: Weight) -> None:
         """Set one expert's down, [width, intermediate_size]."""
         self.down.set_weight(weight, first_output=expert * self._outputs)
 
-    def set_shared_gate_up_weight(self, weight: torch.Tensor) -> None:
+    def set_shared_gate_up_weight(self, weight: Weight) -> None:
         """Set the shared expert's gate and up, one below the other: [2 * shared_intermediate_size, hidden_size]."""
         assert self.shared_gate_up is not None
-        for offset, half in enumerate(weight.chunk(2)):
+        for offset, half in enumerate(halves(weight)):
             self.shared_gate_up.set_weight(half, every=2, offset=offset)
 
-    def set_shared_down_weight(self, weight: torch.Tensor) -> None:
+    def set_shared_down_weight(self, weight: Weight) -> None:
         """Set the shared expert's down, [hidden_size, shared_intermediate_size]."""
         assert self.shared_down is not None
         self.shared_down.set_weight(weight)
 
-    def set_latent_in_weight(self, weight: torch.Tensor) -> None:
+    def set_latent_in_weight(self, weight: Weight) -> None:
         """Set the weights of the projection before all routed experts, [latent_size, hidden_size]."""
         assert self.latent_in is not None
         self.latent_in.set_weight(weight)
 
-    def set_latent_out_weight(self, weight: torch.Tensor) -> None:
+    def set_latent_out_weight(self, weight: Weight) -> None:
         """Set the weights of the projection after all routed experts, [hidden_size, latent_size]."""
         assert self.latent_out is not None
         self.latent_out.set_weight(weight)

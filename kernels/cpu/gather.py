@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels.cpu.library import require
-from kernels.cpu.linear import PackedLinear
+from kernels.cpu.linear import PackedLinear, WeightKind
 
 __all__ = ["gather_packed_rows", "gather_rows"]
 
@@ -38,7 +38,7 @@ def gather_rows(table: torch.Tensor, rows: torch.Tensor, multiplier: float = 1.0
 
 
 def gather_packed_rows(table: PackedLinear, rows: torch.Tensor, multiplier: float = 1.0) -> torch.Tensor:
-    """Return rows of packed weights, float32 or bfloat16, times ``multiplier`` as float32 [len(rows), in_features].
+    """Return rows of packed weights, of any kind but int8, times ``multiplier`` as float32 [len(rows), in_features].
 
     So a head that shares its weights with the embedding serves as both.
 
@@ -49,7 +49,7 @@ def gather_packed_rows(table: PackedLinear, rows: torch.Tensor, multiplier: floa
     Raises:
         IndexError: if the table lacks one of them.
     """
-    assert not table.kind.is_quantized
+    assert table.kind is not WeightKind.INT8
     assert rows.dtype == torch.int64
     assert rows.is_contiguous()
     gathered = torch.empty(len(rows), table.in_features)

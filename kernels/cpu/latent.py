@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.cpu.bindings import CLatent, CWeight
+from kernels.cpu.coded_linear import NOT_CODED, Coded, packed_linear
 from kernels.cpu.linear import LANES, PANELS_AT_ONCE, PackedLinear, WeightKind
 
 __all__ = ["LatentSizes", "PackedLatent"]
@@ -54,17 +55,20 @@ class PackedLatent:
     Args:
         sizes: of the layer.
         kind: the type of the other packed weights.
+        coded: the formats of weights that stay codes, by the names of the attributes; the others are of this kind.
 
     Attributes:
         query: the projection from the queries' latent; None: there is none.
     """
 
-    def __init__(self, sizes: LatentSizes, kind: WeightKind) -> None:
+    def __init__(self, sizes: LatentSizes, kind: WeightKind, coded: Coded = NOT_CODED) -> None:
         self.sizes = sizes
         heads, inner = sizes.num_heads, WeightKind.BFLOAT16 if kind.is_quantized else kind
         self.query: PackedLinear | None = None
         if sizes.query_rank is not None:
-            self.query = PackedLinear(kind, sizes.query_rank, heads * (sizes.nope_dim + sizes.rope_dim))
+            self.query = packed_linear(
+                kind, sizes.query_rank, heads * (sizes.nope_dim + sizes.rope_dim), sections=coded.get("query")
+            )
         self._to_latents = PackedLinear(inner, sizes.nope_dim, heads * _padded(sizes.rank))
         self._to_values = PackedLinear(inner, sizes.rank, heads * _padded(sizes.value_dim))
         self._kept: dict[str, torch.Tensor] = {}

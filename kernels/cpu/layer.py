@@ -8,10 +8,12 @@ from typing import Literal
 import torch
 
 from kernels.attention.window import Window, sliding_and_chunk
+from kernels.coded_weight import Weight, halves
 from kernels.cpu.bindings import CLayer, CWeight
+from kernels.cpu.coded_linear import NOT_CODED, Coded, packed_linear
 from kernels.cpu.experts import PackedExperts
 from kernels.cpu.latent import LatentSizes, PackedLatent
-from kernels.cpu.linear import LANES, PackedLinear, WeightKind, activation_number
+from kernels.cpu.linear import LANES, WeightKind, activation_number
 from kernels.cpu.recurrent_layer import PackedRecurrent
 from kernels.layer_ops.base import Activation
 
@@ -82,6 +84,7 @@ class PackedLayer:
         shape: of the layer, or of a tensor-parallel rank's share.
         kind: the type of the packed weights.
         cache_dtype: of the KV cache, float32 or bfloat16.
+        coded: the formats of weights that stay codes, by the names of the attributes; the others are of this kind.
 
     Attributes:
         qkv, output, down: linear layers; the first outputs of ``qkv`` are the gate of attention's output, if any.
@@ -96,7 +99,7 @@ class PackedLayer:
         recurrent: which replaces attention, or is computed beside it if there are heads.
     """
 
-    def __init__(self, shape: LayerShape, kind: WeightKind, cache_dtype: torch.dtype) -> None:
+    def __init__(self, shape: LayerShape, kind: WeightKind, cache_dtype: torch.dtype, coded: Coded = NOT_CODED) -> None:
         heads, kv_heads, head_dim, hidden = shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.hidden_size
         self.intermediate_size = -(-shape.intermediate_size // LANES) * LANES
         gate_width, halves = heads * head_dim if shape.gates_attention else 0, 2 if shape.has_mlp_gate else 1
@@ -105,14 +108,26 @@ class PackedLayer:
         self.latent: PackedLatent | None = None
         value_dim = head_dim
         if shape.latent is not None:
-            self.latent = PackedLatent(shape.latent, kind)
+            self.latent = PackedLatent(shape.latent, kind, coded)
             num_qkv, value_dim = shape.latent.query_width + head_dim, shape.latent.value_dim
-        self.qkv = PackedLinear(kind, hidden, num_qkv, has_bias=shape.qkv_bias)
-        self.output = PackedLinear(kind, heads * value_dim, hidden, has_bias=shape.output_bias)
-        self.gate_up = PackedLinear(kind, hidden, halves * self.intermediate_size, has_bias=shape.mlp_bias)
-        self.down = PackedLinear(kind, self.intermediate_size, hidden, has_bias=shape.mlp_bias)
-        self.own_gate = PackedLinear(kind, hidden, shape.own_width) if shape.own_width else None
-        self.own_projection = PackedLinear(kind, shape.own_width, hidden) if shape.own_width else None
+        self.qkv = packed_linear(kind, hidden, num_qkv, has_bias=shape.qkv_bias, sections=coded.get("qkv"))
+        self.output = packed_linear(
+            kind, heads * value_dim, hidden, has_bias=shape.output_bias, sections=coded.get("output")
+        )
+        self.gate_up = packed_linear(
+            kind, hidden, halves * self.intermediate_size, has_bias=shape.mlp_bias, sections=coded.get("gate_up")
+        )
+        self.down = packed_linear(
+            kind, self.intermediate_size, hidden, has_bias=shape.mlp_bias, sections=coded.get("down")
+        )
+        self.own_gate = (
+            packed_linear(kind, hidden, shape.own_width, sections=coded.get("own_gate")) if shape.own_width else None
+        )
+        self.own_projection = (
+            packed_linear(kind, shape.own_width, hidden, sections=coded.get("own_projection"))
+            if shape.own_width
+            else None
+        )
         self.experts: PackedExperts | None = None
         self.recurrent: PackedRecurrent | None = None
         self._norms: dict[NormName, torch.Tensor] = {}
@@ -221,10 +236,10 @@ class PackedLayer:
         self._growth = factors.float().contiguous()  # the structure has its address only
         self.c_layer.growth = self._growth.data_ptr()
 
-    def set_gate_up_weight(self, weight: torch.Tensor) -> None:
+    def set_gate_up_weight(self, weight: Weight) -> None:
         """Set the weights of gate and up, one below the other: [2 * intermediate_size, hidden_size], unpadded."""
         assert self._has_mlp_gate, "there is no gate: set the weights of gate_up"
-        for offset, half in enumerate(weight.chunk(2)):
+        for offset, half in enumerate(halves(weight)):
             self.gate_up.set_weight(half, every=2, offset=offset)
 
     def set_gate_up_bias(self, bias: torch.Tensor) -> None:

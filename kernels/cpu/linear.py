@@ -11,6 +11,7 @@ from enum import IntEnum
 import torch
 from torch.nn import functional as F
 
+from kernels.coded_weight import CodedWeight
 from kernels.cpu.bindings import CRows, CWeight, address
 from kernels.cpu.library import require
 from kernels.cpu.memory import huge_zeros
@@ -41,21 +42,26 @@ class WeightKind(IntEnum):
     FLOAT32 = 0
     BFLOAT16 = 1
     INT8 = 2  # per output, symmetric; activations are quantized row by row
+    CODED = 3  # see kernels/coded_weight.py; activations are quantized in blocks of 32 inputs
 
     @property
     def is_quantized(self) -> bool:
         """Whether each output has a scale, and the sum of its weights is kept."""
         return self is WeightKind.INT8
 
-    @property
-    def elements_per_word(self) -> int:
-        """Elements in 32 bits."""
-        return {WeightKind.FLOAT32: 1, WeightKind.BFLOAT16: 2, WeightKind.INT8: 4}[self]
+
+_WORDS = {  # inputs, and the words that their activations take
+    WeightKind.FLOAT32: (1, 1),
+    WeightKind.BFLOAT16: (2, 1),
+    WeightKind.INT8: (4, 1),
+    WeightKind.CODED: (32, 12),
+}
 
 
 def words_per_row(kind: WeightKind, in_features: int) -> int:
     """Return how many 32-bit words one row of ``in_features`` elements takes."""
-    return -(-in_features // kind.elements_per_word)
+    inputs, words = _WORDS[kind]
+    return -(-in_features // inputs) * words
 
 
 def activation_number(activation: Activation, *, has_gate: bool) -> int:
@@ -94,6 +100,7 @@ class PackedLinear:
             address(self._scales),
             address(self._sums),
             address(self._bias),
+            None,
             kind,
             in_features,
             out_features,
@@ -104,7 +111,9 @@ class PackedLinear:
         """Bytes that the weights take."""
         return self.words.nbytes
 
-    def set_weight(self, weight: torch.Tensor, *, first_output: int = 0, every: int = 1, offset: int = 0) -> None:
+    def set_weight(
+        self, weight: torch.Tensor | CodedWeight, *, first_output: int = 0, every: int = 1, offset: int = 0
+    ) -> None:
         """Pack rows [n, in_features] of the weights, float32 or bfloat16 (others are converted).
 
         Zeros follow shorter rows.
@@ -116,6 +125,7 @@ class PackedLinear:
                 can be interleaved.
             offset: see ``every``.
         """
+        assert isinstance(weight, torch.Tensor), "codes are packed by CodedLinear"
         missing = self.in_features - weight.shape[1]
         assert missing >= 0
         if missing:

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 
 from kernels.cpu.bindings import CRecurrentLayer, CWeight
+from kernels.cpu.coded_linear import NOT_CODED, Coded, packed_linear
 from kernels.cpu.linear import PackedLinear, WeightKind
 
 __all__ = ["PackedRecurrent", "RecurrentKind", "RecurrentSizes"]
@@ -95,6 +96,7 @@ class PackedRecurrent:
     Args:
         sizes: of the layer.
         kind: the type of the projections' packed weights.
+        coded: the formats of weights that stay codes, by the names of the attributes; the others are of this kind.
 
     Attributes:
         input: its outputs are, of a short convolution, the gates before and after it and its inputs; of the gated delta
@@ -105,10 +107,14 @@ class PackedRecurrent:
         steps, gates: the projections to them, of Kimi delta attention.
     """
 
-    def __init__(self, sizes: RecurrentSizes, kind: WeightKind) -> None:
+    def __init__(self, sizes: RecurrentSizes, kind: WeightKind, coded: Coded = NOT_CODED) -> None:
         self.sizes = sizes
-        self.input = PackedLinear(kind, sizes.hidden_size, sizes.input_width, has_bias=sizes.in_bias)
-        self.output = PackedLinear(kind, sizes.inner_size, sizes.hidden_size, has_bias=sizes.out_bias)
+        self.input = packed_linear(
+            kind, sizes.hidden_size, sizes.input_width, has_bias=sizes.in_bias, sections=coded.get("input")
+        )
+        self.output = packed_linear(
+            kind, sizes.inner_size, sizes.hidden_size, has_bias=sizes.out_bias, sections=coded.get("output")
+        )
         self.steps, self.gates = None, None
         if sizes.kind is RecurrentKind.KIMI_DELTA:
             self.steps, self.gates = (PackedLinear(kind, sizes.head_dim, sizes.inner_size) for _ in range(2))

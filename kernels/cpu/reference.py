@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from kernels.coded_weight import BLOCK_INPUTS, CodedMatrix, decode
 from kernels.cpu.linear import WeightKind
 from kernels.layer_ops.base import Activation
 from kernels.sampling.exact_math import noisy_logits, scores_of
@@ -23,6 +24,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kin
         case WeightKind.INT8:
             (rows, row_scales), (outputs, output_scales) = quantize(x), quantize(weight)
             product = rows.double() @ outputs.double().t() * row_scales * output_scales.t()
+        case WeightKind.CODED:
+            raise AssertionError("coded weights have a format: see coded_linear")
     return (product if bias is None else product + bias).float()
 
 
@@ -31,6 +34,19 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     largest = x.float().abs().amax(dim=1, keepdim=True)
     inverse = torch.where(largest > 0, 127 / largest, 0)
     return (x.float() * inverse).round().to(torch.int8), largest / 127
+
+
+def coded_linear(x: torch.Tensor, matrix: CodedMatrix) -> torch.Tensor:
+    """Compute `kernels.cpu.linear.linear` with coded weights: x W^T, float32, of [rows, in] and [out, in]."""
+    return (quantize_blocks(x).double() @ decode(matrix).double().t()).float()
+
+
+def quantize_blocks(x: torch.Tensor) -> torch.Tensor:
+    """Return rows [rows, width] rounded to int8 in blocks of 32 elements, the largest of which is 127 or -127."""
+    num_rows, width = x.shape
+    blocks = F.pad(x, (0, -width % BLOCK_INPUTS)).view(-1, BLOCK_INPUTS)
+    codes, scales = quantize(blocks)
+    return (codes.float() * scales).view(num_rows, -1)[:, :width]
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

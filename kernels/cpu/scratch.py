@@ -14,7 +14,7 @@ class Scratch:
     """Memory for what lives within a layer: fresh memory in every step would cost its page faults.
 
     Args:
-        kind: of the weights.
+        kinds: of the weights.
         width: elements of the widest row that a linear layer of the model reads.
         outputs: elements of the widest row that one writes.
         attention_width: elements of a token's queries.
@@ -24,15 +24,14 @@ class Scratch:
 
     def __init__(
         self,
-        kind: WeightKind,
-        *,
+        *kinds: WeightKind,
         width: int,
         outputs: int,
         attention_width: int,
         cache_dtype: torch.dtype,
         mixed_width: int = 0,
     ) -> None:
-        self._num_words = words_per_row(kind, width)
+        self._num_words = max(words_per_row(kind, width) for kind in kinds)
         self._outputs, self._attention_width, self._cache_dtype = outputs, attention_width, cache_dtype
         self._mixed_width = mixed_width
         self._capacity = 0

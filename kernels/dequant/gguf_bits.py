@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["codebook", "fields", "half_floats"]
+__all__ = ["fields", "half_floats"]
 
 
 def fields(packed: torch.Tensor, bits: int) -> torch.Tensor:
@@ -17,11 +17,5 @@ def fields(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def half_floats(blocks: torch.Tensor, start: int) -> torch.Tensor:
-    """Return the float16 at byte ``start`` of each block, as float32 [num_blocks, 1]."""
-    return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
-
-
-def codebook(codes: torch.Tensor, levels: tuple[int, ...]) -> torch.Tensor:
-    """Return the level of each code, float32 of the codes' shape."""
-    table = torch.tensor(levels, dtype=torch.float32, device=codes.device)
-    return table.index_select(0, codes.flatten().int()).view(codes.shape)  # several times as fast as table[codes]
+    """Return the float16 at byte ``start`` of each block, [num_blocks, 1]."""
+    return blocks[:, start : start + 2].contiguous().view(torch.float16)

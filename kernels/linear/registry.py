@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["LINEAR_METHODS", "QUANTIZATIONS", "LinearEntry", "quantization_devices"]
+__all__ = ["DEQUANTIZE", "LINEAR_METHODS", "QUANTIZATIONS", "LinearEntry", "quantization_devices"]
 
 _PACKED = ("float32", "bfloat16")
 _ANY = ("float32", "bfloat16", "float16", "float64")
@@ -48,10 +48,14 @@ LINEAR_METHODS: dict[str, LinearEntry] = {  # the first that can run is taken, s
     "triton":      LinearEntry("triton", "TritonLinears", ("cuda",), _ANY, options=_ALL),
 }  # fmt: skip
 
-QUANTIZATIONS = tuple(dict.fromkeys(entry.quantization for entry in LINEAR_METHODS.values() if entry.quantization))
+DEQUANTIZE = "dequantize"  # the value that keeps no codes of a quantised checkpoint
+QUANTIZATIONS = tuple(
+    dict.fromkeys([*(entry.quantization for entry in LINEAR_METHODS.values() if entry.quantization), DEQUANTIZE])
+)
 
 
 def quantization_devices(quantization: str | None) -> tuple[str, ...]:
     """Return the types of devices that the table has a method with this quantization for."""
-    entries = (entry for entry in LINEAR_METHODS.values() if entry.quantization == quantization)
+    wanted = None if quantization == DEQUANTIZE else quantization
+    entries = (entry for entry in LINEAR_METHODS.values() if entry.quantization == wanted)
     return tuple(dict.fromkeys(device for entry in entries for device in entry.devices))

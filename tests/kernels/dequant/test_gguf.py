@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
 
 import numpy as np
 import pytest
@@ -10,9 +10,10 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
+from kernels.coded_weight import CodedMatrix, decode
 from kernels.dequant import gguf as ours
 from kernels.dequant import gguf_k
-from kernels.dequant.gguf import DECODERS, dequantise_gguf
+from kernels.dequant.gguf import CODERS, FORMATS, coded_gguf, dequantise_gguf
 from kernels.dequant.gguf_types import GGUF_TYPES
 
 NUMBERS = sorted(GGUF_TYPES)
@@ -62,17 +63,39 @@ def test_equals_the_authority_bit_by_bit(number: int) -> None:
 @pytest.mark.parametrize("number", NUMBERS, ids=lambda number: GGUF_TYPES[number].name)
 def test_no_rows_give_no_rows(number: int) -> None:
     kind = GGUF_TYPES[number]
-    assert DECODERS[kind.name](torch.zeros(0, kind.block_bytes, dtype=torch.uint8)).shape == (0, kind.block_elements)
+    rows = torch.zeros(0, 2 * kind.block_bytes, dtype=torch.uint8)
+    assert dequantise_gguf(rows, kind).shape == (0, 2 * kind.block_elements)
 
 
-def shifted(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda blocks: function(blocks).roll(1, dims=1)
+@pytest.mark.parametrize("number", [number for number in NUMBERS if GGUF_TYPES[number].name in CODERS])
+def test_codes_of_rows_decode_to_the_authoritys_numbers(number: int) -> None:
+    kind, rows = GGUF_TYPES[number], stored_rows(number)
+    matrix = coded_gguf(torch.from_numpy(rows), kind)
+    assert matrix.format == FORMATS[kind.name]
+    assert equal_bits(decode(matrix), expected_of(rows, number))
+
+
+def changed(matrix: CodedMatrix, **parts: torch.Tensor) -> CodedMatrix:
+    return dataclasses.replace(matrix, **parts)
+
+
+def shifted(matrix: CodedMatrix) -> CodedMatrix:
+    return changed(matrix, codes=matrix.codes.roll(1, dims=1))
+
+
+def negated_minima(matrix: CodedMatrix) -> CodedMatrix:
+    assert matrix.outer_minima is not None
+    return changed(matrix, outer_minima=-matrix.outer_minima)
+
+
+def other_zero(matrix: CodedMatrix) -> CodedMatrix:
+    return dataclasses.replace(matrix, format=dataclasses.replace(matrix.format, zero=matrix.format.zero - 1))
 
 
 PLANTED = {
-    "the codes' offset": (2, lambda blocks: ours.q4_0(blocks) + ours.half_floats(blocks, 0)),
-    "the minimum's sign": (3, lambda blocks: ours.q4_1(blocks) - 2 * ours.half_floats(blocks, 2)),
-    "elements in another order": (8, shifted(ours.q8_0)),
+    "the codes' offset": (2, lambda blocks: other_zero(ours.q4_0(blocks))),
+    "the minimum's sign": (3, lambda blocks: negated_minima(ours.q4_1(blocks))),
+    "elements in another order": (8, lambda blocks: shifted(ours.q8_0(blocks))),
     "a third bit that subtracts": (11, lambda blocks: gguf_k.q3_k(torch.cat((~blocks[:, :32], blocks[:, 32:]), 1))),
     "scales and minima exchanged": (12, lambda blocks: gguf_k.q4_k(blocks[:, [2, 3, 0, 1, *range(4, 144)]])),
     "unsigned scales": (14, lambda blocks: gguf_k.q6_k(torch.cat((blocks[:, :192], blocks[:, 192:208] & 127,
@@ -86,5 +109,5 @@ PLANTED = {
 def test_a_planted_error_is_seen(error: str, monkeypatch: pytest.MonkeyPatch) -> None:
     number, function = PLANTED[error]
     kind, rows = GGUF_TYPES[number], stored_rows(number)
-    monkeypatch.setitem(DECODERS, kind.name, function)
+    monkeypatch.setitem(CODERS, kind.name, function)
     assert not equal_bits(dequantise_gguf(torch.from_numpy(rows), kind), expected_of(rows, number))

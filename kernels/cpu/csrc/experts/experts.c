@@ -51,6 +51,11 @@ static bool has_latent(const pagoda_experts *e) {
     return e->latent_in.words != NULL;
 }
 
+/* The kind of the weights that first read a token's row. */
+static int32_t input_kind(const pagoda_experts *e) {
+    return has_latent(e) ? e->latent_in.kind : e->gate_up.kind;
+}
+
 /* --- memory ---------------------------------------------------------------------------------------------------- */
 
 /* Takes `bytes` from a block of memory, whole vectors of them; with a NULL block only the size counts. */
@@ -60,6 +65,16 @@ static void *take(char *block, size_t *used, int64_t bytes) {
     return taken;
 }
 
+/* Words of a row of `width` elements, packed for whichever of the weights reads it. */
+static int64_t words_of_row(const pagoda_experts *e, int64_t width) {
+    const pagoda_weight *weights[] = {&e->gate_up, &e->down, &e->shared_gate_up, &e->shared_down, &e->latent_in,
+                                      &e->latent_out};
+    int64_t most = 0;
+    for (size_t i = 0; i < sizeof weights / sizeof *weights; i++)
+        most = max(most, pagoda_num_words(weights[i]->kind, (int32_t)width));
+    return most;
+}
+
 /* Divides a block among the arrays of a batch, and returns the bytes that they need. */
 static size_t divide_memory(batch *b, char *block) {
     const pagoda_experts *e = b->experts;
@@ -67,10 +82,9 @@ static size_t divide_memory(batch *b, char *block) {
     const bool has_shared = e->shared_gate_up.words != NULL;
     const int64_t shared_width = has_shared ? e->shared_down.in_features : 0;
     const int64_t latents = has_latent(e) ? tokens : 0;
-    const int kind = e->gate_up.kind;
-    int64_t row_words = max(pagoda_num_words(kind, b->width), pagoda_num_words(kind, e->intermediate_size));
-    int64_t shared_words = has_shared ? pagoda_num_words(kind, (int32_t)shared_width) : 0;
-    int64_t num_words = max(tokens * max(width, shared_words), pairs * row_words);
+    int64_t row_words = max(words_of_row(e, b->width), words_of_row(e, e->intermediate_size));
+    int64_t token_words = max(words_of_row(e, width), has_shared ? words_of_row(e, shared_width) : 0);
+    int64_t num_words = max(tokens * max(width, token_words), pairs * row_words);
     size_t used = 0;
     b->logits = take(block, &used, tokens * b->num_logits * 4);
     b->weights = take(block, &used, pairs * 4);
@@ -85,11 +99,11 @@ static size_t divide_memory(batch *b, char *block) {
     b->words = take(block, &used, num_words * 4);
     b->row_scales = take(block, &used, pairs * 4);
     b->packed.num_rows = b->num_tokens;
-    b->packed.words = take(block, &used, tokens * pagoda_num_words(kind, (int32_t)width) * 4);
+    b->packed.words = take(block, &used, tokens * words_of_row(e, width) * 4);
     b->packed.scales = take(block, &used, tokens * 4);
     b->wide = take(block, &used, max(pairs * e->intermediate_size, tokens * shared_width) * 4);
     b->latent_packed.num_rows = b->num_tokens;
-    b->latent_packed.words = take(block, &used, latents * pagoda_num_words(kind, b->width) * 4);
+    b->latent_packed.words = take(block, &used, latents * words_of_row(e, b->width) * 4);
     b->latent_packed.scales = take(block, &used, latents * 4);
     b->latent = take(block, &used, latents * b->width * 4);
     b->routed = take(block, &used, latents * width * 4);
@@ -266,7 +280,10 @@ static void compute_shared(batch *b) {
     const pagoda_experts *e = b->experts;
     const int32_t width = e->shared_down.in_features;
     pagoda_rows rows = {b->words, b->row_scales, b->num_tokens};
-    pagoda_gather_tiles(&rows, NULL, NULL, &b->packed, e->shared_gate_up.kind, e->hidden_size);
+    if (e->shared_gate_up.kind == input_kind(e))
+        pagoda_gather_tiles(&rows, NULL, NULL, &b->packed, e->shared_gate_up.kind, e->hidden_size);
+    else
+        pagoda_pack_rows(&rows, b->hidden, false, e->shared_gate_up.kind, e->hidden_size, b->norm, b->eps);
     pagoda_linear(b->wide, width, &rows, &e->shared_gate_up, pagoda_epilogue_of(e->activation));
     pagoda_pack_rows(&rows, b->wide, false, e->shared_down.kind, width, NULL, 0);
     pagoda_linear(b->shared, e->hidden_size, &rows, &e->shared_down, PAGODA_STORE);
@@ -333,7 +350,7 @@ void pagoda_compute_experts(const pagoda_experts *experts, float *output, const 
         divide_memory(&b, pagoda_scratch(SCRATCH_EXPERTS, divide_memory(&b, NULL)));
         route(&b);
         sort_by_expert(&b);
-        pagoda_pack_rows_apart(&b.packed, b.hidden, experts->gate_up.kind, experts->hidden_size, norm, eps);
+        pagoda_pack_rows_apart(&b.packed, b.hidden, input_kind(experts), experts->hidden_size, norm, eps);
         if (has_latent(experts)) compute_latent(&b);
         compute_routed(&b);
         if (has_latent(experts)) project_latent(&b);

@@ -36,6 +36,14 @@ static void gather_packed_row(void *args, int64_t index) {
     const pagoda_weight *table = call->table;
     const int64_t width = table->in_features, num_words = pagoda_num_words(table->kind, table->in_features);
     const int64_t row = call->rows[index];
+    if (table->kind == PAGODA_CODED) {
+        const pagoda_coded_panels *group = &table->coded[row / (4 * LANES)];
+        const int64_t panel_bytes = pagoda_layout_of_panel(group->format, width).panel_bytes;
+        const uint8_t *panel = (const uint8_t *)table->words + group->start + row / LANES % 4 * panel_bytes;
+        const float multiplier = call->multiplier * (table->scales ? table->scales[row] : 1);
+        pagoda_decode_output(call->output + index * width, panel, row % LANES, group->format, width, multiplier);
+        return;
+    }
     const uint32_t *lane = table->words + row / LANES * num_words * LANES + row % LANES;
     float *output = call->output + index * width;
     for (int64_t k = 0; k < num_words; k++) {

@@ -11,7 +11,7 @@
 int32_t pagoda_gather_rows(float *output, const void *table, int32_t table_is_bf16, int64_t table_rows,
                            const int64_t *rows, int32_t num_rows, int32_t width, float multiplier);
 
-/* The same of a table that is packed as the weights of a linear layer, float32 or bfloat16: its outputs are the rows. */
+/* The same of a table that is packed as the weights of a linear layer, but not int8: its outputs are the rows. */
 int32_t pagoda_gather_packed_rows(float *output, const pagoda_weight *table, const int64_t *rows, int32_t num_rows,
                                   float multiplier);
 

@@ -1,6 +1,7 @@
 /* See linear.h. */
 #include "linear/linear.h"
 
+#include "linear/coded_tiles.h"
 #include "runtime/integers.h"
 #include "runtime/scratch.h"
 #include "runtime/threads.h"
@@ -12,11 +13,14 @@ enum {
     MOST_ROWS_PER_BLOCK = 256, /* every panel reads a block. On Zen 4, 128 to 512 rows are as fast */
     MOST_GROUPS_PER_PART = 4,
     MIN_PARTS_PER_THREAD = 2,
+    CACHE_LINE = 64,
+    SEGMENTS_AHEAD = 2,
 };
 
 int32_t pagoda_has_int8(void) { return PAGODA_HAS_INT8; }
 
 int32_t pagoda_num_words(int32_t kind, int32_t in_features) {
+    if (kind == PAGODA_CODED) return (int32_t)divide_up(in_features, BLOCK_INPUTS) * ROW_BLOCK_WORDS;
     return (int32_t)divide_up(in_features, kind == PAGODA_INT8 ? 4 : kind == PAGODA_BF16 ? 2 : 1);
 }
 
@@ -27,7 +31,8 @@ pagoda_epilogue pagoda_epilogue_of(int32_t activation) {
 
 pagoda_weight pagoda_part_of_weight(const pagoda_weight *all, int64_t index, int64_t stride, int64_t outputs) {
     pagoda_weight weight = *all;
-    weight.words += index * stride * pagoda_num_words(all->kind, all->in_features);
+    if (all->kind == PAGODA_CODED) weight.coded += index * stride / (LANES * MAX_PANELS_AT_ONCE);
+    else weight.words += index * stride * pagoda_num_words(all->kind, all->in_features);
     if (all->scales) weight.scales += index * stride;
     if (all->sums) weight.sums += index * stride;
     weight.out_features = (int32_t)outputs;
@@ -82,6 +87,7 @@ INLINE f32x16 product(const linear_call *call, const void *sum, int64_t row, int
         value = __builtin_convertvector(total - 128 * offset, f32x16); /* the rows are offset by 128 */
         value *= f32x16_load(weight->scales + panel * LANES) * call->rows->scales[row];
     }
+    if (weight->kind == PAGODA_CODED && weight->scales) value *= f32x16_load(weight->scales + panel * LANES);
     if (call->factors) value *= call->factors[row];
     return weight->bias ? value + f32x16_load(weight->bias + panel * LANES) : value;
 }
@@ -164,6 +170,63 @@ static void multiply_group(const linear_call *call, int64_t panel, int64_t row, 
     }
 }
 
+/* Multiplies a range of rows with a segment of some coded panels, and adds to sums [tiles of rows][4][rows][16]. The next
+ * segments are fetched meanwhile, as evenly as possible. */
+static void multiply_segment(const linear_call *call, float *sums, int64_t panel, const uint8_t *panels,
+                             const pagoda_code_format *format, const pagoda_panel_layout *layout, int64_t segment,
+                             int64_t row, int64_t end_row) {
+    const int64_t all_blocks = divide_up(call->weight->in_features, BLOCK_INPUTS), first_block = segment * SEGMENT_BLOCKS;
+    const int64_t num_segments = divide_up(all_blocks, SEGMENT_BLOCKS), later = segment + SEGMENTS_AHEAD;
+    const int64_t num_blocks = min(all_blocks - first_block, SEGMENT_BLOCKS);
+    const int64_t decoded_bytes = num_blocks * pagoda_decoded_block_bytes(format);
+    const coded_tile *tiles = coded_tiles_for(format);
+    uint8_t *decoded = pagoda_scratch(SCRATCH_CODES, (size_t)(CODED_PANELS_AT_ONCE * decoded_bytes));
+    coded_fetch fetch = {panels + later * layout->segment_bytes, layout->panel_bytes, 0};
+    if (later >= num_segments) /* a segment of the next panels */
+        fetch.start = panels + CODED_PANELS_AT_ONCE * layout->panel_bytes + (later - num_segments) * layout->segment_bytes;
+    fetch.lines = divide_up(layout->segment_bytes, 2 * SEGMENT_BLOCKS * CACHE_LINE);
+    for (int p = 0; p < CODED_PANELS_AT_ONCE; p++)
+        pagoda_decode_segment(decoded + p * decoded_bytes,
+                              panels + p * layout->panel_bytes + segment * layout->segment_bytes, format, layout, num_blocks,
+                              fetch.start + p * fetch.panel_stride, fetch.lines);
+    fetch.start += num_blocks * fetch.lines * CACHE_LINE;
+    for (; row < end_row; row += ROWS_PER_TILE, sums += MAX_PANELS_AT_ONCE * ROWS_PER_TILE * LANES) {
+        const int num_rows = (int)min(end_row - row, ROWS_PER_TILE), parts = (int)divide_up(num_rows, MOST_CODED_ROWS);
+        const uint32_t *rows = call->rows->words + row * call->num_words + first_block * ROW_BLOCK_WORDS * num_rows;
+        for (int part = 0; part < parts; part++) {
+            const int first = num_rows * part / parts, count = num_rows * (part + 1) / parts - first;
+            tiles[count](sums + (panel * num_rows + first) * LANES, rows + first, num_rows, decoded, decoded_bytes, num_blocks, fetch);
+            fetch.lines = 0;
+        }
+    }
+}
+
+/* The same as multiply_group with coded panels. A segment is decoded once for all rows, to the first cache; one row is
+ * multiplied without that. */
+static void multiply_coded_group(const linear_call *call, int64_t panel, int64_t row, int64_t end_row) {
+    const pagoda_coded_panels *group = &call->weight->coded[panel / MAX_PANELS_AT_ONCE];
+    const int32_t in_features = call->weight->in_features;
+    const pagoda_panel_layout layout = pagoda_layout_of_panel(group->format, in_features);
+    const int64_t num_segments = divide_up(in_features, SEGMENT_BLOCKS * BLOCK_INPUTS);
+    const int64_t tile_sums = MAX_PANELS_AT_ONCE * ROWS_PER_TILE * LANES;
+    const size_t bytes = (size_t)(divide_up(end_row - row, ROWS_PER_TILE) * tile_sums) * sizeof(float);
+    float *sums = memset(pagoda_scratch(SCRATCH_CODED_SUMS, bytes), 0, bytes);
+    const uint8_t *panels = (const uint8_t *)call->weight->words + group->start;
+    if (end_row - row == 1) {
+        const uint32_t *words = call->rows->words + row * call->num_words;
+        for (int64_t p = 0; p < MAX_PANELS_AT_ONCE; p++)
+            pagoda_multiply_coded_row(sums + p * LANES, words, panels + p * layout.panel_bytes, group->format, &layout,
+                                      in_features);
+    } else {
+        for (int64_t p = 0; p < MAX_PANELS_AT_ONCE; p += CODED_PANELS_AT_ONCE)
+            for (int64_t segment = 0; segment < num_segments; segment++)
+                multiply_segment(call, sums, p, panels + p * layout.panel_bytes, group->format, &layout, segment, row,
+                                 end_row);
+    }
+    for (; row < end_row; row += ROWS_PER_TILE, sums += tile_sums)
+        finish(call, sums, row, (int)min(end_row - row, ROWS_PER_TILE), panel, MAX_PANELS_AT_ONCE);
+}
+
 /* Multiplies one part: a block of rows with some panels. */
 static void multiply_part(void *args, int64_t index) {
     const linear_call *call = args;
@@ -171,7 +234,11 @@ static void multiply_part(void *args, int64_t index) {
     int64_t end_row = min(row + call->rows_per_block, call->rows->num_rows);
     int64_t panel = index % call->parts_per_block * call->panels_per_part;
     int64_t end_panel = min(panel + call->panels_per_part, call->num_panels);
-    for (; panel < end_panel; panel += MAX_PANELS_AT_ONCE) multiply_group(call, panel, row, end_row);
+    const bool is_coded = call->weight->kind == PAGODA_CODED;
+    for (; panel < end_panel; panel += MAX_PANELS_AT_ONCE) {
+        if (is_coded) multiply_coded_group(call, panel, row, end_row);
+        else multiply_group(call, panel, row, end_row);
+    }
 }
 
 /* Multiplies one part of one of several calls. */
@@ -181,11 +248,18 @@ static void multiply_part_of_group(void *args, int64_t index) {
     multiply_part((void *)calls, index - calls->first_part);
 }
 
+/* Bytes of a panel; of coded ones, which may differ, of the first. */
+static int64_t panel_bytes(const pagoda_weight *weight) {
+    if (weight->kind == PAGODA_CODED)
+        return pagoda_layout_of_panel(weight->coded->format, weight->in_features).panel_bytes;
+    return (int64_t)pagoda_num_words(weight->kind, weight->in_features) * LANES * 4;
+}
+
 /* Groups of panels per part. Few rows: by the bytes that are read. Many: several groups, whose weights a thread fetches
  * for itself, if enough parts are left for every thread. */
 static int64_t groups_per_part(const linear_call *call, int64_t num_blocks) {
     if (call->rows->num_rows <= ROWS_PER_TILE)
-        return max(1, BYTES_PER_PART / (MAX_PANELS_AT_ONCE * LANES * call->num_words * 4));
+        return max(1, BYTES_PER_PART / (MAX_PANELS_AT_ONCE * panel_bytes(call->weight)));
     int64_t num_groups = num_blocks * divide_up(call->num_panels, MAX_PANELS_AT_ONCE);
     return min(MOST_GROUPS_PER_PART, max(1, num_groups / (MIN_PARTS_PER_THREAD * pagoda_num_threads())));
 }

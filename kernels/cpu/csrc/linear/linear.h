@@ -7,22 +7,27 @@
  *
  * int8 weights have a scale per output, activations one per row, and both are symmetric; activations are kept as
  * unsigned bytes, offset by 128, because that is what the processor's instruction multiplies.
+ *
+ * Coded weights have panels of their own (coded.h), and the activations for them are quantized in blocks of 32 inputs.
  */
 #ifndef PAGODA_LINEAR_H
 #define PAGODA_LINEAR_H
 
 #include <stdint.h>
 
-enum { PAGODA_F32 = 0, PAGODA_BF16 = 1, PAGODA_INT8 = 2 };
+#include "linear/coded.h"
+
+enum { PAGODA_F32 = 0, PAGODA_BF16 = 1, PAGODA_INT8 = 2, PAGODA_CODED = 3 };
 enum { ROWS_PER_TILE = 16 };
 enum { PAGODA_SILU = 0, PAGODA_GELU = 1, PAGODA_RELU_SQUARED = 2 }; /* of a feed-forward; the last has no gate */
 
 /* Packed weights: CWeight in kernels/cpu/bindings.py. */
 typedef struct {
-    const uint32_t *words; /* [panels, num_words, 16] */
-    const float *scales;   /* [panels * 16]; int8 only */
+    const uint32_t *words; /* [panels, num_words, 16]; coded: see coded.h */
+    const float *scales;   /* [panels * 16]; of int8 and, or NULL, of coded weights */
     const int32_t *sums;   /* [panels * 16], of each output's int8 weights; int8 only */
     const float *bias;     /* [panels * 16], or NULL */
+    const pagoda_coded_panels *coded; /* [panels / 4]; coded only */
     int32_t kind;
     int32_t in_features;
     int32_t out_features;
@@ -47,10 +52,11 @@ typedef enum {
 /* Whether the library was built with the int8 instruction (AVX-512 VNNI). If not, no weight may be PAGODA_INT8. */
 int32_t pagoda_has_int8(void);
 
-/* Words of one row of in_features elements. */
+/* Words of one row of in_features elements; of weights that are coded, this is about their activations only. */
 int32_t pagoda_num_words(int32_t kind, int32_t in_features);
 
-/* Part `index` of weights that lie one after another, `stride` outputs apart: the first `outputs` of them. */
+/* Part `index` of weights that lie one after another, `stride` outputs apart: the first `outputs` of them. A stride of
+ * coded weights is a multiple of 64. */
 pagoda_weight pagoda_part_of_weight(const pagoda_weight *all, int64_t index, int64_t stride, int64_t outputs);
 
 /* How the first product of a feed-forward with this activation ends. */

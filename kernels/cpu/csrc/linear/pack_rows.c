@@ -30,6 +30,38 @@ static void read_row(const pack_call *call, const void *source, float *row) {
     }
 }
 
+/* Quantizes 16 elements to signed bytes; `to` gets them, and the result is their sum. */
+INLINE int32_t quantize_half(uint8_t *to, f32x16 values, float inverse) {
+    typedef int8_t i8x16 __attribute__((vector_size(16)));
+    i32x16 integers = (i32x16)(values * inverse + 12582912.0f) - 0x4b400000; /* rounds, see below */
+    i8x16 bytes = __builtin_convertvector(integers, i8x16);
+    memcpy(to, &bytes, sizeof bytes);
+    int32_t sum = 0;
+    for (int lane = 0; lane < LANES; lane++) sum += integers[lane];
+    return sum;
+}
+
+/* The words of a row for coded weights: of each block eight words of bytes, the scale, and three sums times the scale
+ * (coded_tiles.h). Zeros follow the last element. */
+static void make_coded_words(const float *row, int64_t width, uint32_t *words) {
+    for (int64_t i = 0; i < width; i += BLOCK_INPUTS, words += ROW_BLOCK_WORDS) {
+        const f32x16 halves[2] = {f32x16_load(row + i), i + LANES < width ? f32x16_load(row + i + LANES) : (f32x16){0}};
+        running_maximum maximum = maximum_from(0);
+        for (int half = 0; half < 2; half++) maximum_add(&maximum, f32x16_max(halves[half], -halves[half]));
+        const float largest = maximum_of(&maximum), scale = largest / 127, inverse = largest > 0 ? 127 / largest : 0;
+        float sums[3];
+        int32_t total = 0;
+        for (int half = 0; half < 2; half++) {
+            const int32_t sum = quantize_half((uint8_t *)words + half * LANES, halves[half], inverse);
+            sums[half] = (float)sum * scale;
+            total += sum;
+        }
+        sums[2] = (float)total * scale;
+        memcpy(words + ROW_SCALE, &scale, sizeof scale);
+        memcpy(words + ROW_SUMS, sums, sizeof sums);
+    }
+}
+
 /* The words of a row, one after another; int8 rows also have a scale. The row is padded to whole vectors. */
 static void make_words(const pack_call *call, const float *row, uint32_t *words, float *scale) {
     int64_t width = call->width;
@@ -37,6 +69,8 @@ static void make_words(const pack_call *call, const float *row, uint32_t *words,
         memcpy(words, row, (size_t)width * sizeof *row);
     } else if (call->kind == PAGODA_BF16) {
         for (int64_t i = 0; i < width; i += LANES) bf16_store((bf16 *)words + i, f32x16_load(row + i));
+    } else if (call->kind == PAGODA_CODED) {
+        make_coded_words(row, width, words);
     } else {
         float largest = largest_absolute_of_row(row, false, divide_up(width, LANES) * LANES);
         float inverse = largest > 0 ? 127 / largest : 0;
@@ -105,7 +139,7 @@ static tile_rows rows_of_tile(const pagoda_tiles *tiles, int64_t index, int64_t 
 /* Packs one tile of rows. */
 static void pack_tile(void *args, int64_t index) {
     const pack_call *call = args;
-    int64_t width = call->width, padded = divide_up(width, LANES) * LANES;
+    int64_t width = call->width, padded = divide_up(width, BLOCK_INPUTS) * BLOCK_INPUTS;
     int64_t num_words = pagoda_num_words(call->kind, call->width);
     tile_rows tile = rows_of_tile(call->tiles, index, call->rows_per_tile, call->rows->num_rows);
     float *row = pagoda_scratch(SCRATCH_ROW, (size_t)(padded * (1 + tile.count)) * sizeof *row);

@@ -16,6 +16,8 @@ typedef enum {
     SCRATCH_LATENT,
     SCRATCH_LINEAR_CALLS,
     SCRATCH_STATE,
+    SCRATCH_CODES,
+    SCRATCH_CODED_SUMS,
     NUM_SCRATCH_USES,
 } pagoda_scratch_use;
 
