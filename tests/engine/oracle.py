@@ -22,9 +22,11 @@ def make_llm(path: str, **options: Any) -> LLM:
     """Return an engine whose batches depend on nothing that is measured.
 
     Its KV cache is small unless ``options`` say otherwise: what memory allows for a tiny model is a million blocks,
-    which the checks of each step would walk.
+    which the checks of each step would walk. Quantised weights are dequantised, as the oracles have them: kept codes
+    are multiplied with quantized activations.
     """
-    fixed = {"dtype": "float32", "device": "cpu", "skip_tokenizer_init": True, "max_decode_slowdown": None}
+    fixed: dict[str, Any] = {"dtype": "float32", "device": "cpu", "skip_tokenizer_init": True}
+    fixed |= {"max_decode_slowdown": None, "quantization": "dequantize"}
     if "num_blocks" not in options:
         fixed["kv_cache_memory"] = "4MiB"
     return LLM(path, **fixed | options)

@@ -70,7 +70,7 @@ def load_transformers_decoder(
         _forget_quantization(hf_config)
         model_class, names, plan = _check(checkpoint, hf_config, config.architecture, dtype, parallel)
         if parallel.rank == 0:
-            checkpoint.log_dequantised(dtype)
+            checkpoint.log_quantised(dtype)
         with _progress_bars(show_progress and sys.stderr.isatty()), plan.applied_while_loading():
             model = _read(checkpoint, names, hf_config, model_class, dtype)
     model = model.to(device).eval()

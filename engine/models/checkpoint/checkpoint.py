@@ -12,13 +12,14 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from engine.errors import ModelLoadError, listed
+from engine.models.checkpoint.coded_reading import code_format_of, read_coded
 from engine.models.checkpoint.composed_weight import ComposedWeight, Entry, read_composed, tensors_of, weights_of
 from engine.models.checkpoint.files.chosen_files import chosen_file
 from engine.models.checkpoint.files.safetensors_header import StoredTensor
@@ -36,6 +37,7 @@ from engine.models.checkpoint.text_part import architecture_of, text_tensors, wi
 from engine.models.config.files.json_file import read_json
 from engine.models.config.files.quantization import read_quantization
 from engine.models.gguf.file import is_gguf, open_gguf
+from kernels.coded_weight import CodedMatrix, CodeFormat
 
 __all__ = ["Checkpoint", "open_checkpoint"]
 
@@ -111,18 +113,33 @@ class Checkpoint:
         for stored in self._stored.values():
             yield from weights_of(stored)
 
-    def log_dequantised(self, dtype: torch.dtype) -> None:
-        """Log what weights in quantised formats take in the files, and in memory in ``dtype``, if there are any."""
-        packed = [weight for weight in self._weights() if isinstance(weight, PackedWeight)]
-        if packed:
+    def log_quantised(self, dtype: torch.dtype, coded: Collection[str] = ()) -> None:
+        """Log which weights in quantised formats are computed from their codes, and which are dequantised.
+
+        Args:
+            dtype: that they are dequantised to.
+            coded: the names of those that stay codes.
+        """
+        kept: list[PackedWeight] = []
+        others: list[PackedWeight] = []
+        for name, stored in self._stored.items():
+            own = [weight for weight in weights_of(stored) if isinstance(weight, PackedWeight)]
+            (kept if name in coded else others).extend(own)
+        if kept:
             logger.info(
-                "%d weights (%s) are dequantised to %s: %.2f GB in the files, %.2f GB in memory; keeping weights "
-                "packed is not supported yet",
-                len(packed),
-                ", ".join(sorted({stored.format for stored in packed})),
+                "%d weights (%s) are computed from their codes: %.2f GB",
+                len(kept),
+                _formats(kept),
+                sum(stored.num_bytes for stored in kept) / 1e9,
+            )
+        if others:
+            logger.info(
+                "%d weights (%s) are dequantised to %s: %.2f GB in the files, %.2f GB in memory",
+                len(others),
+                _formats(others),
                 str(dtype).removeprefix("torch."),
-                sum(stored.num_bytes for stored in packed) / 1e9,
-                sum(math.prod(stored.shape) for stored in packed) * dtype.itemsize / 1e9,
+                sum(stored.num_bytes for stored in others) / 1e9,
+                sum(math.prod(stored.shape) for stored in others) * dtype.itemsize / 1e9,
             )
 
     def require(self, name: str, shape: list[int]) -> None:
@@ -192,6 +209,19 @@ class Checkpoint:
         with self._named(name):
             return self._read_entry(out, self._stored[name], shard)
 
+    def code_format(self, name: str, shard: Shard | None = None) -> CodeFormat | None:
+        """Return how the codes of a quantised weight, or of a ``shard`` of it, are kept; None if they cannot be."""
+        return code_format_of(self._stored[name], shard)
+
+    def read_coded(self, name: str, shard: Shard | None = None) -> CodedMatrix:
+        """Return a quantised weight of two dimensions that has a ``code_format``, or a ``shard`` of it, as codes.
+
+        Raises:
+            ModelLoadError: if a file cannot be read, or a scale is not finite.
+        """
+        with self._named(name):
+            return read_coded(self._files, self._stored[name], shard, self._scratch)
+
     def _read_entry(self, out: torch.Tensor, stored: Entry, shard: Shard | None) -> bool:
         if isinstance(stored, PackedWeight):
             return read_packed(self._files, stored, out, shard, self._scratch)
@@ -218,6 +248,10 @@ class Checkpoint:
         """Have the disk read the tensors that follow ``name``, which is read now."""
         for tensor in tensors_of(self._stored[name]):
             self._files.reached(tensor)
+
+
+def _formats(weights: Iterable[PackedWeight]) -> str:
+    return ", ".join(sorted({stored.format for stored in weights}))
 
 
 def _unread_dtype(stored: Entry) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -18,8 +18,9 @@ from engine.models.checkpoint.files.tensor_files import TensorFiles
 from engine.models.checkpoint.finite import is_finite
 from engine.models.checkpoint.own_memory import own_memory
 from engine.models.checkpoint.sharding import Shard
+from kernels.coded_weight import CodedMatrix, CodeFormat
 
-__all__ = ["PART_DTYPES", "PackedWeight", "Scratch", "read_packed"]
+__all__ = ["PART_DTYPES", "MatrixParts", "PackedWeight", "Scratch", "read_packed", "row_blocks"]
 
 BLOCK_ELEMENTS = 2**21  # that are dequantised at once: their codes stay in a processor's cache
 
@@ -106,6 +107,15 @@ class PackedWeight(ABC):
                 and returns it.
         """
 
+    @property
+    def code_format(self) -> CodeFormat | None:
+        """How its codes are kept as they are; None if the weight can only be dequantised."""
+        return None
+
+    def coded(self, parts: Mapping[str, torch.Tensor], rows: range) -> CodedMatrix:
+        """Return rows of one matrix as codes of ``code_format``, which is not None; arguments as for ``dequantise``."""
+        raise NotImplementedError
+
     def write_transposed(self, parts: Mapping[str, torch.Tensor], out: torch.Tensor) -> bool:
         """Write a whole matrix to ``out``, [columns, rows], in one pass; return False if the format cannot do that.
 
@@ -185,14 +195,14 @@ def read_packed(
     elif packed.is_convolution:
         out = out.squeeze(1)
     are_finite = [
-        _read_matrix(_MatrixParts(files, packed, index, scratch), matrix, first, columns)
+        _read_matrix(MatrixParts(files, packed, index, scratch), matrix, first, columns)
         for index, matrix in zip(indices, out.view(len(indices), *out.shape[-2:]), strict=True)
     ]
     return all(are_finite)
 
 
 @dataclass(frozen=True, slots=True)
-class _MatrixParts:
+class MatrixParts:
     """The stored parts of one of the stacked matrices of a weight."""
 
     files: TensorFiles
@@ -228,18 +238,24 @@ class _MatrixParts:
         return memory.view(PART_DTYPES[stored.dtype]).view(shape)
 
 
-def _read_matrix(parts: _MatrixParts, out: torch.Tensor, first: int, columns: slice) -> bool:
-    """Fill ``out`` with rows from ``first`` on, and some columns, of one matrix; return whether all are finite."""
-    packed, whole = parts.packed, parts.whole()
+def row_blocks(packed: PackedWeight, wanted: range) -> Iterator[tuple[range, range]]:
+    """Yield rows of a matrix that are read at once, and those of them that are wanted."""
     all_rows, all_columns = packed.matrix_shape
     multiple = packed.row_multiple
     step = max(1, BLOCK_ELEMENTS // (all_columns or 1) // multiple) * multiple
+    for start in range(wanted.start // multiple * multiple, wanted.stop, step):
+        rows = range(start, min(start + step, -(-wanted.stop // multiple) * multiple, all_rows))
+        yield rows, range(max(wanted.start, rows.start), min(wanted.stop, rows.stop))
+
+
+def _read_matrix(parts: MatrixParts, out: torch.Tensor, first: int, columns: slice) -> bool:
+    """Fill ``out`` with rows from ``first`` on, and some columns, of one matrix; return whether all are finite."""
+    packed, whole = parts.packed, parts.whole()
+    _, all_columns = packed.matrix_shape
     last, are_finite = first + len(out), True
     dtype = out.dtype if out.dtype in _DECODED_DTYPES else torch.float32
     is_direct = out.device.type == "cpu" and out.dtype == dtype and out.shape[1] == all_columns
-    for start in range(first // multiple * multiple, last, step):
-        rows = range(start, min(start + step, -(-last // multiple) * multiple, all_rows))
-        wanted = range(max(first, rows.start), min(last, rows.stop))
+    for rows, wanted in row_blocks(packed, range(first, last)):
         target = out[wanted.start - first : wanted.stop - first]
         target_or_scratch = target if is_direct and wanted == rows else parts.block(len(rows), all_columns, dtype)
         own = whole | parts.by_rows(rows)

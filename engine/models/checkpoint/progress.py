@@ -6,8 +6,7 @@ import logging
 import sys
 from collections.abc import Iterator, Mapping
 from time import perf_counter
-
-import torch
+from typing import TypeVar
 
 __all__ = ["with_progress"]
 
@@ -16,9 +15,10 @@ LOG_INTERVAL_S = 10.0
 logger = logging.getLogger(__name__)
 
 
-def with_progress(
-    weights: Iterator[tuple[str, torch.Tensor]], sizes: Mapping[str, int]
-) -> Iterator[tuple[str, torch.Tensor]]:
+Item = TypeVar("Item")
+
+
+def with_progress(weights: Iterator[tuple[str, Item]], sizes: Mapping[str, int]) -> Iterator[tuple[str, Item]]:
     """Yield the weights and show how many of their bytes the caller has processed.
 
     A terminal gets a bar. Elsewhere, as in a replica, a load that takes long is logged every ten seconds.

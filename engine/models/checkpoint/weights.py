@@ -29,6 +29,7 @@ from engine.models.checkpoint.unneeded_bias import unneeded_biases
 from engine.models.checkpoint.weight_errors import weights_not_finite
 from engine.models.config.model_config import ModelConfig
 from engine.models.tensor_parallel import TensorParallel
+from kernels.coded_weight import CodedMatrix, Weight, coded_weight
 
 __all__ = ["read_weights", "with_stored_head"]
 
@@ -49,11 +50,12 @@ class _Parameter:
     dtype: torch.dtype
     parts: list[Part]  # none: its numbers are 1
     is_tied_head: bool = False  # whether it shares the embedding's tensor
+    is_coded: bool = False  # whether it is read as codes
 
     @property
     def num_bytes(self) -> int:
         """Bytes of memory that it takes."""
-        return 0 if self.is_tied_head else math.prod(self.shape) * self.dtype.itemsize
+        return 0 if self.is_tied_head else math.prod(self.shape) * (1 if self.is_coded else self.dtype.itemsize)
 
 
 def with_stored_head(config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> ModelConfig:
@@ -99,9 +101,10 @@ def read_weights(
     dtype: torch.dtype,
     device: torch.device,
     may_be_mapped: Callable[[str], bool] = lambda name: True,
+    is_coded: Callable[[str], bool] = lambda name: False,
     show_progress: bool = False,
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each parameter's name and its tensor on the device, in the order of ``shapes``.
+) -> Iterator[tuple[str, Weight]]:
+    """Yield each parameter's name and its tensor on the device, or its codes, in the order of ``shapes``.
 
     Stacked experts come one by one, as ``unstack`` names them.
 
@@ -117,13 +120,17 @@ def read_weights(
         parallel: the rank whose share is read.
         may_be_mapped: whether a parameter of this name may be a view of the file, if it needs no change. Return False
             for one that the caller copies: its memory is then freed with it, and not with the last tensor of the file.
+        is_coded: whether a parameter of this name is read as codes; all its parts have a ``code_format``.
         show_progress: show a bar on stderr if that is a terminal, else log the progress of a load that takes long.
 
     Raises:
         ModelLoadError: if tensors are missing, unexpected, or of another shape than the config says; while they are
             read, if one has NaN or infinite weights.
     """
-    wanted = (_parameter(name, shape, checkpoint, config, parallel, dtype) for name, shape in unstack(shapes))
+    wanted = (
+        replace(_parameter(name, shape, checkpoint, config, parallel, dtype), is_coded=is_coded(name))
+        for name, shape in unstack(shapes)
+    )
     parameters = _require_match(checkpoint, wanted, config)
     checkpoint.expect(dict.fromkeys(part.name for parameter in parameters for part in parameter.parts))
     weights = _read_each(checkpoint, parameters, device, may_be_mapped)
@@ -176,12 +183,14 @@ def _read_each(
     parameters: Sequence[_Parameter],
     device: torch.device,
     may_be_mapped: Callable[[str], bool],
-) -> Iterator[tuple[str, torch.Tensor]]:
-    def read(parameter: _Parameter) -> torch.Tensor | None:
+) -> Iterator[tuple[str, Weight]]:
+    def read(parameter: _Parameter) -> Weight | None:
         if parameter.is_tied_head:
             return None  # the embedding is yielded again
         for part in parameter.parts:
             checkpoint.reached(part.name)
+        if parameter.is_coded:
+            return coded_weight([_read_coded(checkpoint, part) for part in parameter.parts])
         is_mapped = may_be_mapped(parameter.name) and ".experts." not in parameter.name  # those are put into one tensor
         weight, is_known_finite = _assemble(checkpoint, parameter, device, may_be_mapped=is_mapped)
         if not is_known_finite and not is_finite(weight):
@@ -189,7 +198,7 @@ def _read_each(
         return weight
 
     is_tied = any(parameter.is_tied_head for parameter in parameters)
-    embedding: torch.Tensor | None = None
+    embedding: Weight | None = None
     for parameter, weight in read_ahead(
         parameters, read, lambda parameter: parameter.num_bytes, checkpoint.largest_file_bytes
     ):
@@ -200,6 +209,14 @@ def _read_each(
             weight = embedding
         yield parameter.name, weight
         del weight  # else it would stay in memory during the wait for the next one
+
+
+def _read_coded(checkpoint: Checkpoint, part: Part) -> CodedMatrix:
+    matrix = checkpoint.read_coded(part.name, part.shard)
+    if part.order is None:
+        return matrix
+    firsts = torch.arange(0, matrix.shape[0], len(part.order))
+    return matrix.rows((firsts.unsqueeze(1) + torch.tensor(part.order)).flatten())
 
 
 def _assemble(

@@ -18,6 +18,7 @@ from engine.models.config.files.config_json import num_positions
 from engine.models.config.model_shape import ModelShape, attends_causally
 from engine.models.config.shapes.rope import check_longrope_length, longrope_length
 from engine.models.config.values.limits import require_integer
+from kernels.linear.registry import DEQUANTIZE
 
 __all__ = ["TransformersConfig"]
 
@@ -70,7 +71,7 @@ class TransformersConfig(ModelShape):
         problem = f"is not supported for '{self.architecture}', which transformers' modules compute{why}"
         if tensor_parallel_size > 1 and self.architecture not in TENSOR_PARALLEL:
             raise ConfigError(problem, param="tensor_parallel_size", value=tensor_parallel_size, remedy="set 1")
-        if quantization is not None:
+        if quantization not in (None, DEQUANTIZE):
             raise ConfigError(problem, param="quantization", value=quantization, remedy="leave it out")
         check_longrope_length(self.longrope_length, max_model_len)
 

@@ -14,7 +14,9 @@ from time import perf_counter
 import torch
 from torch import nn
 
+from engine.models.checkpoint.stored_parts import EMBEDDING, HEAD
 from engine.models.config.model_config import ModelConfig
+from engine.models.decoder.coded_plan import NO_CODES, CodedPlan
 from engine.models.decoder.cpu_layer_inputs import CpuLayerInputs
 from engine.models.decoder.cpu_layers import packed_layer, set_parameter
 from engine.models.decoder.forward_context import ForwardContext
@@ -22,10 +24,12 @@ from engine.models.decoder.parallel_layers import VocabParallelEmbedding
 from engine.models.decoder.query_growth import growth_factors
 from engine.models.tensor_parallel import TensorParallel
 from kernels.attention import c_kernel
+from kernels.coded_weight import Weight
+from kernels.cpu.coded_linear import packed_linear
 from kernels.cpu.experts import experts
 from kernels.cpu.gather import gather_packed_rows, gather_rows
 from kernels.cpu.layer import NormName, PackedLayer
-from kernels.cpu.linear import LANES, PackedLinear, WeightKind
+from kernels.cpu.linear import LANES, WeightKind
 from kernels.cpu.scratch import Scratch
 from kernels.cpu.step import CpuStep, add_attention, add_mlp, add_own_input, all_layers, logits, mixer_half, mlp_half
 
@@ -78,6 +82,7 @@ class CpuDecoder:
         parallel: this rank and its group.
         dtype: of the KV cache, float32 or bfloat16.
         kind: the type of the linear layers' packed weights.
+        plan: which weights stay codes.
 
     Attributes:
         attention: the shape of this rank's attention layers.
@@ -92,6 +97,7 @@ class CpuDecoder:
         parallel: TensorParallel,
         dtype: torch.dtype,
         kind: WeightKind,
+        plan: CodedPlan = NO_CODES,
     ) -> None:
         self.embed_tokens = embed_tokens
         self.config, self.parallel = config, parallel
@@ -99,7 +105,7 @@ class CpuDecoder:
         self._embedding_multiplier = config.embedding_multiplier_in(dtype)
         own = config.shard(parallel.size)
         self.attention, self.layer_caches = own.attention, own.layer_caches
-        self.layers = [packed_layer(own, index, kind, dtype) for index in range(config.num_layers)]
+        self.layers = [packed_layer(own, index, kind, dtype, plan) for index in range(config.num_layers)]
         for layer, table in zip(self.layers, config.rope.tables, strict=True):
             if table is None and own.query_growth is not None:
                 layer.set_growth(growth_factors(own.query_growth, torch.arange(len(rope[0]))))
@@ -108,14 +114,16 @@ class CpuDecoder:
                 if layer.latent is not None and own.latent is not None and own.latent.query_growth is not None:
                     layer.latent.set_growth(growth_factors(own.latent.query_growth, torch.arange(len(rope[table]))))
         self.norm = torch.empty(0)
-        self.lm_head = PackedLinear(kind, config.hidden_size, self.embed_tokens.num_embeddings)
+        of_head = plan.sections.get(EMBEDDING if self._head_is_embedding else HEAD)
+        self.lm_head = packed_linear(kind, config.hidden_size, self.embed_tokens.num_embeddings, sections=of_head)
         self._layer_inputs = CpuLayerInputs(config, parallel, dtype, kind) if config.per_layer_width else None
-        self._scratch = _scratch(own, self.layers, kind, dtype)
+        kinds = {kind, WeightKind.CODED} if plan.sections else {kind}
+        self._scratch = _scratch(own, self.layers, kinds, dtype)
         self._logits = torch.empty(0)
 
     # --- weights ------------------------------------------------------------------------------------------------
 
-    def set_weight(self, name: str, weight: torch.Tensor) -> None:
+    def set_weight(self, name: str, weight: Weight) -> None:
         """Set one parameter, by its name in decoder.py's Decoder.
 
         The packed layers copy it. The embedding keeps the tensor itself, which may be mapped from a file; where the
@@ -125,15 +133,19 @@ class CpuDecoder:
             case ["embed_tokens", "weight"] if self._head_is_embedding:
                 self.lm_head.set_weight(weight)
             case ["embed_tokens", "weight"]:
+                assert isinstance(weight, torch.Tensor)
                 self.embed_tokens.weight = nn.Parameter(weight, requires_grad=False)
             case ["norm", "weight"]:
+                assert isinstance(weight, torch.Tensor)
                 self.norm = self._norm_weight(weight) / self.config.logits_divisor
             case ["per_layer_inputs", module, "weight"]:
                 assert self._layer_inputs is not None
+                assert isinstance(weight, torch.Tensor)
                 self._layer_inputs.set_weight(module, weight)
             case ["lm_head", "weight"]:
                 self.lm_head.set_weight(weight)
             case ["layers", index, *_, module, "weight"] if module in _NORMS:
+                assert isinstance(weight, torch.Tensor)
                 self.layers[int(index)].set_norm(_NORMS[module], self._norm_weight(weight))
             case ["layers", index, *rest]:
                 set_parameter(self.layers[int(index)], rest, weight, is_first_rank=self.parallel.rank == 0)
@@ -256,7 +268,7 @@ def _fastest(compute: Callable[[], object]) -> float:
     return min(times)
 
 
-def _scratch(config: ModelConfig, layers: list[PackedLayer], kind: WeightKind, dtype: torch.dtype) -> Scratch:
+def _scratch(config: ModelConfig, layers: list[PackedLayer], kinds: set[WeightKind], dtype: torch.dtype) -> Scratch:
     """Return scratch memory for the widest layers of a rank's share."""
     hidden, attention_width = config.hidden_size, config.num_heads * max(config.head_dims, default=0)
     latents = [layer.latent.sizes for layer in layers if layer.latent is not None]
@@ -270,7 +282,7 @@ def _scratch(config: ModelConfig, layers: list[PackedLayer], kind: WeightKind, d
         0,
     )
     return Scratch(
-        kind,
+        *kinds,
         width=max(hidden, attention_width, widest_mlp, mixed_width, config.per_layer_width, *of_latents),
         outputs=max(
             hidden,

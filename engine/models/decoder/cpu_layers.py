@@ -12,6 +12,8 @@ from engine.models.config.shapes.recurrent.gated_delta import GatedDeltaShape
 from engine.models.config.shapes.recurrent.kimi_delta import KimiDeltaShape
 from engine.models.config.shapes.recurrent.mamba import MambaShape
 from engine.models.config.shapes.recurrent.short_conv import ConvShape
+from engine.models.decoder.coded_plan import CodedPlan
+from kernels.coded_weight import Weight
 from kernels.cpu.experts import ExpertSizes, PackedExperts
 from kernels.cpu.latent import LatentSizes, PackedLatent
 from kernels.cpu.layer import LayerShape, PackedLayer
@@ -31,7 +33,7 @@ _COLUMN_PARALLEL = (
 _LATENT = ("q_a_layernorm", "kv_a_layernorm", "q_b_proj", "kv_b_proj")
 
 
-def packed_layer(config: ModelConfig, layer: int, kind: WeightKind, dtype: torch.dtype) -> PackedLayer:
+def packed_layer(config: ModelConfig, layer: int, kind: WeightKind, dtype: torch.dtype, plan: CodedPlan) -> PackedLayer:
     """Return a layer of a rank's share of the model, whose weights are zero.
 
     Args:
@@ -39,16 +41,19 @@ def packed_layer(config: ModelConfig, layer: int, kind: WeightKind, dtype: torch
         layer: its index.
         kind: the type of the packed weights.
         dtype: of the KV cache.
+        plan: which weights stay codes.
     """
-    packed = PackedLayer(_layer_shape(config, layer), kind, dtype)
+    packed = PackedLayer(_layer_shape(config, layer), kind, dtype, plan.of_layer(layer, "layer"))
     if config.experts is not None and config.has_experts(layer):
-        packed.set_experts(PackedExperts(_expert_sizes(config.experts, config.hidden_size), kind))
+        sizes = _expert_sizes(config.experts, config.hidden_size)
+        packed.set_experts(PackedExperts(sizes, kind, plan.of_layer(layer, "experts")))
     if config.recurrent is not None and config.mixers[layer] in ("recurrent", "both"):
-        packed.set_recurrent(PackedRecurrent(_recurrent_sizes(config.recurrent, config), kind))
+        recurrent = _recurrent_sizes(config.recurrent, config)
+        packed.set_recurrent(PackedRecurrent(recurrent, kind, plan.of_layer(layer, "recurrent")))
     return packed
 
 
-def set_parameter(layer: PackedLayer, name: list[str], value: torch.Tensor, *, is_first_rank: bool) -> None:
+def set_parameter(layer: PackedLayer, name: list[str], value: Weight, *, is_first_rank: bool) -> None:
     """Set a weight or bias of a layer, except its norms, by its name in decoder.py after the layer's index.
 
     Args:
@@ -71,7 +76,7 @@ def set_parameter(layer: PackedLayer, name: list[str], value: torch.Tensor, *, i
             assert layer.own_projection is not None
             layer.own_projection.set_weight(value)
         case ["layer_scalar"]:
-            layer.set_output_scale(float(value))
+            layer.set_output_scale(float(_tensor(value)))
         case ["recurrent", *rest]:
             assert layer.recurrent is not None
             _set_recurrent_parameter(layer.recurrent, rest, value)
@@ -80,11 +85,11 @@ def set_parameter(layer: PackedLayer, name: list[str], value: torch.Tensor, *, i
         case [_, "gate_up_proj", "weight"]:
             layer.set_gate_up_weight(value)
         case [_, "gate_up_proj", "bias"]:
-            layer.set_gate_up_bias(value)
+            layer.set_gate_up_bias(_tensor(value))
         case [_, module, "weight"]:
             _linear(layer, module).set_weight(value)
         case [_, module, "bias"]:
-            _linear(layer, module).set_bias(value)
+            _linear(layer, module).set_bias(_tensor(value))
         case _:
             raise AssertionError(f"no parameter of a layer is called {'.'.join(name)}")
 
@@ -216,6 +221,11 @@ def _mamba_sizes(shape: MambaShape, config: ModelConfig) -> RecurrentSizes:
     )
 
 
+def _tensor(value: Weight) -> torch.Tensor:
+    assert isinstance(value, torch.Tensor), "only linear layers have codes"
+    return value
+
+
 # --- parameters -----------------------------------------------------------------------------------------------------
 
 
@@ -230,31 +240,31 @@ def _linear(layer: PackedLayer, module: str) -> PackedLinear:
     return linears[module]
 
 
-def _set_latent_parameter(latent: PackedLatent, module: str, weight: torch.Tensor) -> None:
+def _set_latent_parameter(latent: PackedLatent, module: str, weight: Weight) -> None:
     """Set a parameter of latent attention, by the name of its module in decoder.py."""
     match module:
         case "q_a_layernorm":
-            latent.set_query_norm(weight)
+            latent.set_query_norm(_tensor(weight))
         case "kv_a_layernorm":
-            latent.set_latent_norm(weight)
+            latent.set_latent_norm(_tensor(weight))
         case "q_b_proj":
             assert latent.query is not None
             latent.query.set_weight(weight)
         case "kv_b_proj":
-            latent.set_head_matrices(weight)
+            latent.set_head_matrices(_tensor(weight))
 
 
-def _set_expert_weight(experts: PackedExperts, name: list[str], weight: torch.Tensor) -> None:
+def _set_expert_weight(experts: PackedExperts, name: list[str], weight: Weight) -> None:
     """Set a weight of a sparse layer's feed-forward, by its name in decoder.py after ``mlp``."""
     match name:
         case ["gate", "weight"]:
-            experts.set_router_weight(weight)
+            experts.set_router_weight(_tensor(weight))
         case ["router_norm", "weight"]:
-            experts.set_router_norm(weight)
+            experts.set_router_norm(_tensor(weight))
         case ["expert_scale"]:
-            experts.set_expert_scales(weight)
+            experts.set_expert_scales(_tensor(weight))
         case ["expert_bias"]:
-            experts.set_choice_bias(weight)
+            experts.set_choice_bias(_tensor(weight))
         case ["experts", index, "up_proj"]:
             experts.set_up_weight(int(index), weight)
         case ["shared_expert", "up_proj", "weight"]:
@@ -268,7 +278,7 @@ def _set_expert_weight(experts: PackedExperts, name: list[str], weight: torch.Te
         case ["shared_expert", "down_proj", "weight"]:
             experts.set_shared_down_weight(weight)
         case ["shared_expert_gate", "weight"]:
-            experts.set_shared_gate_weight(weight)
+            experts.set_shared_gate_weight(_tensor(weight))
         case ["fc1_latent_proj", "weight"]:
             experts.set_latent_in_weight(weight)
         case ["fc2_latent_proj", "weight"]:
@@ -277,32 +287,32 @@ def _set_expert_weight(experts: PackedExperts, name: list[str], weight: torch.Te
             raise AssertionError(f"no parameter of experts is called {'.'.join(name)}")
 
 
-def _set_recurrent_parameter(recurrent: PackedRecurrent, name: list[str], value: torch.Tensor) -> None:
+def _set_recurrent_parameter(recurrent: PackedRecurrent, name: list[str], value: Weight) -> None:
     """Set a parameter of a recurrent layer, by its name in decoder.py after ``recurrent``."""
     match name:
         case ["in_proj", "weight"]:
             recurrent.input.set_weight(value)
         case ["in_proj", "bias"]:
-            recurrent.input.set_bias(value)
+            recurrent.input.set_bias(_tensor(value))
         case ["out_proj", "weight"]:
             recurrent.output.set_weight(value)
         case ["out_proj", "bias"]:
-            recurrent.output.set_bias(value)
+            recurrent.output.set_bias(_tensor(value))
         case ["f_b_proj" | "g_b_proj" as module, "weight"]:
             linear = recurrent.steps if module == "f_b_proj" else recurrent.gates
             assert linear is not None
             linear.set_weight(value)
         case ["conv", "weight"]:
-            recurrent.set_conv_weight(value)
+            recurrent.set_conv_weight(_tensor(value))
         case ["conv", "bias"]:
-            recurrent.set_conv_bias(value)
+            recurrent.set_conv_bias(_tensor(value))
         case ["A_log"]:
-            recurrent.set_decay(value)
+            recurrent.set_decay(_tensor(value))
         case ["dt_bias"]:
-            recurrent.set_step_bias(value)
+            recurrent.set_step_bias(_tensor(value))
         case ["D"]:
-            recurrent.set_skip(value)
+            recurrent.set_skip(_tensor(value))
         case ["gated_norm", "weight"]:
-            recurrent.set_norm(value)
+            recurrent.set_norm(_tensor(value))
         case _:
             raise AssertionError(f"no parameter of a recurrent layer is called {'.'.join(name)}")

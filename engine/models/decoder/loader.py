@@ -17,6 +17,7 @@ from engine.models.checkpoint.checkpoint import open_checkpoint
 from engine.models.checkpoint.stored_parts import EMBEDDING, HEAD, LAYER_EMBEDDING
 from engine.models.checkpoint.weights import read_weights, with_stored_head
 from engine.models.config.model_config import ModelConfig
+from engine.models.decoder.coded_plan import NO_CODES, CodedPlan, plan_codes
 from engine.models.decoder.cpu_decoder import CpuDecoder, head_is_embedding
 from engine.models.decoder.cpu_decoder import can_run as cpu_kernels_can_run
 from engine.models.decoder.decoder import Decoder
@@ -24,13 +25,15 @@ from engine.models.decoder.experts import Experts
 from engine.models.decoder.linears import choose_linear_method, replace_linears
 from engine.models.decoder.rope import rope_tables
 from engine.models.tensor_parallel import TensorParallel
+from kernels.coded_weight import Weight
 from kernels.layer_ops.select import select_layer_ops
 from kernels.linear.packed import PackedLinears
+from kernels.linear.registry import DEQUANTIZE
 from kernels.recurrent.select import select_recurrent_ops
 
 __all__ = ["load_decoder"]
 
-Weights = Iterable[tuple[str, torch.Tensor]]
+Weights = Iterable[tuple[str, Weight]]
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +54,8 @@ def load_decoder(
     """Build the model that ``hf_config`` describes and fill it from the directory's safetensors.
 
     Args:
-        quantization: ``int8`` quantizes the weights of linear layers while loading.
+        quantization: ``int8`` quantizes the weights of linear layers while loading; ``dequantize`` keeps no codes of a
+            quantised checkpoint.
         batch_invariant: whether a token's logits must have the same bits in any batch.
         use_cpu_kernels: whether the C kernels may compute the model, attention included; compiles them if necessary.
         show_progress: show a bar on stderr if that is a terminal, else log the progress of a load that takes long.
@@ -65,6 +69,7 @@ def load_decoder(
             batch-invariant here, or the context is too long for a RoPE table.
     """
     config, started = ModelConfig.from_hf(hf_config), perf_counter()
+    keeps_codes, quantization = quantization is None, None if quantization == DEQUANTIZE else quantization
     with open_checkpoint(path) as checkpoint:
         config = with_stored_head(config, checkpoint, dtype)
         rope = rope_tables(hf_config, config.rope, config.rope_widths, max_model_len)
@@ -78,7 +83,6 @@ def load_decoder(
             may_pack=use_cpu_kernels and cpu_kernels_can_run(config, dtype, device),
         )
         if parallel.rank == 0:
-            checkpoint.log_dequantised(dtype)
             logger.debug("Using %s linear layers (%s)", method.name, method.why_chosen)
         with torch.device("meta"), _Uninitialised():
             skeleton = Decoder(config, rope, parallel, select_layer_ops(device), select_recurrent_ops(device))
@@ -92,15 +96,21 @@ def load_decoder(
             show_progress=show_progress,
         )
         model: Decoder | CpuDecoder
+        plan = NO_CODES
         if isinstance(method, PackedLinears):
-            model = CpuDecoder(skeleton.embed_tokens, config, rope, parallel, dtype, method.kind)
-            _pack(model, _shapes(skeleton), read, is_head=head_is_embedding(config, parallel, method.kind))
+            is_head = head_is_embedding(config, parallel, method.kind)
+            if keeps_codes:
+                plan = plan_codes(_shapes(skeleton), checkpoint, config, parallel, is_head_embedding=is_head)
+            model = CpuDecoder(skeleton.embed_tokens, config, rope, parallel, dtype, method.kind, plan)
+            _pack(model, _shapes(skeleton), read, is_head=is_head, plan=plan)
         else:
             model = skeleton
             model.rope = [table.to(device) for table in rope]
             _fill(model, read)
             replace_linears(model, method)
             model.eval()
+        if parallel.rank == 0:
+            checkpoint.log_quantised(dtype, plan.stored)
     logger.info("Loading weights took %.2f seconds", perf_counter() - started)
     return model
 
@@ -114,18 +124,21 @@ def _fill(model: Decoder, read: Callable[..., Weights]) -> None:
     for name, weight in read(_shapes(model)):
         module, _, attribute = name.rpartition(".")
         parent, _, number = module.rpartition(".")
+        assert isinstance(weight, torch.Tensor)
         if isinstance(experts := model.get_submodule(parent), Experts):
             experts.set_weight(int(number), attribute, weight)
         else:
             setattr(model.get_submodule(module), attribute, nn.Parameter(weight, requires_grad=False))
 
 
-def _pack(model: CpuDecoder, shapes: dict[str, torch.Size], read: Callable[..., Weights], *, is_head: bool) -> None:
+def _pack(
+    model: CpuDecoder, shapes: dict[str, torch.Size], read: Callable[..., Weights], *, is_head: bool, plan: CodedPlan
+) -> None:
     """Pack the weights for the C kernels; with ``is_head`` the embedding's weights are packed as the head's."""
     if is_head:
         del shapes[HEAD]
     mapped = {LAYER_EMBEDDING} if is_head else {LAYER_EMBEDDING, EMBEDDING}  # only some of their rows are read
-    for name, weight in read(shapes, may_be_mapped=mapped.__contains__):
+    for name, weight in read(shapes, may_be_mapped=mapped.__contains__, is_coded=plan.has):
         model.set_weight(name, weight)
 
 

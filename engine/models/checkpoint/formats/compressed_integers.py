@@ -17,9 +17,11 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.models.checkpoint.formats.groups import group_size_of, sizes_in
+from engine.models.checkpoint.formats.groups import are_neighbours, group_size_of, sizes_in
 from engine.models.checkpoint.formats.module_tensors import ModuleTensors
-from engine.models.checkpoint.packed_weight import PackedWeight
+from engine.models.checkpoint.packed_weight import PART_DTYPES, PackedWeight
+from kernels.coded_weight import CodedMatrix, CodeFormat
+from kernels.dequant.coded_groups import coded_groups, format_of_groups
 from kernels.dequant.integers import (
     dequantise_groups,
     dequantise_ordered,
@@ -56,7 +58,7 @@ class CompressedIntegers(PackedWeight):
         codes, scales, columns = parts["codes"], parts["scale"], self.shape[-1]
         scales = scales.view(-1, 1) if scales.dim() < 2 else scales
         zeros = self._zero_points(parts, rows, 1 << self.bits - 1 if self.is_packed else 0)
-        if (group_of := parts.get("group index")) is None or bool((group_of == -1).all()):
+        if (group_of := parts.get("group index")) is None:
             if self.is_packed:
                 return dequantise_packed(codes, self.bits, columns, scales, zeros, self.group_size, out=out)
             return dequantise_groups(codes, scales, zeros, self.group_size, out=out)
@@ -66,6 +68,25 @@ class CompressedIntegers(PackedWeight):
         if columns and not 0 <= int(group_of.min()) <= int(group_of.max()) < scales.shape[1]:
             raise self.error("group index", f"names groups outside the {scales.shape[1]} that have scales")
         return dequantise_ordered(codes, scales, zeros, group_of)
+
+    @property
+    def code_format(self) -> CodeFormat | None:
+        """How its codes are kept as they are; None if its groups may not be neighbours."""
+        if "group index" in self.parts:
+            return None
+        dtype = PART_DTYPES[self.parts["scale"].dtype]
+        if "zero point" in self.parts:
+            return format_of_groups(self.bits, self.group_size, self.shape[-1], dtype, zero_kind="points")
+        return format_of_groups(self.bits, self.group_size, self.shape[-1], dtype, zero=float(1 << self.bits - 1))
+
+    def coded(self, parts: Mapping[str, torch.Tensor], rows: range) -> CodedMatrix:
+        """Return rows of one matrix as codes."""
+        codes, scales, form, offset = parts["codes"], parts["scale"], self.code_format, 1 << self.bits - 1
+        assert form is not None
+        codes = unpack_bits(codes, self.bits, self.shape[-1]) if self.is_packed else codes.view(torch.uint8) ^ offset
+        zeros = self._zero_points(parts, rows, offset)
+        scales = scales.view(-1, 1) if scales.dim() < 2 else scales
+        return coded_groups(form, codes, scales, zeros=None if isinstance(zeros, int) else zeros)
 
     def _zero_points(self, parts: Mapping[str, torch.Tensor], rows: range, offset: int) -> torch.Tensor | int:
         """Return what is subtracted from the codes: without zero points the code ``offset`` means zero."""
@@ -134,6 +155,9 @@ def _weight(module: ModuleTensors, name: str, bits: int, shape: tuple[int, int])
         order = module.tensors[group_index]
         if order.dtype not in ("I32", "I64") or order.shape != (columns,):
             raise module.error(group_index, f"is {order.dtype} {list(order.shape)}, and not a group for each input")
+        if are_neighbours(module, group_index, group_size):
+            module.take(order=group_index)
+            group_index = None
     parts = module.take(
         **{"codes": name, "scale": "weight_scale", "zero point": zero_point, "group index": group_index}
     )

@@ -18,8 +18,11 @@ import torch
 from engine.models.checkpoint.formats.module_tensors import ModuleTensors
 from engine.models.checkpoint.packed_weight import PackedWeight
 from engine.models.checkpoint.transposed_weight import transposed_packed
-from kernels.dequant.fp4 import dequantise_fp4, write_fp4_transposed
+from kernels.coded_weight import CodedMatrix, CodeFormat
+from kernels.dequant.coded_groups import coded_groups, format_of_groups
+from kernels.dequant.fp4 import E2M1, dequantise_fp4, write_fp4_transposed
 from kernels.dequant.fp8 import e4m3_numbers
+from kernels.dequant.integers import unpack_bits
 from kernels.dequant.scales import e8m0_numbers
 
 __all__ = ["Mxfp4Weight", "Nvfp4Weight", "fp4_weights"]
@@ -27,6 +30,8 @@ __all__ = ["Mxfp4Weight", "Nvfp4Weight", "fp4_weights"]
 _NV_GROUP, _MX_GROUP = 16, 32
 _BY_ROWS = frozenset({"weight", "scale"})
 _EXPONENTS = ("U8", "F8_E8M0")
+_ZERO = 12.0
+_LEVELS = tuple(int(2 * number + _ZERO) for number in E2M1)
 _LARGE_EXPONENT = 250  # of E8M0: 6 * 2 ** (250 - 127) is finite in bfloat16
 
 
@@ -36,6 +41,21 @@ class Nvfp4Weight(PackedWeight):
 
     format = "NVFP4"
     divides: bool
+
+    @property
+    def code_format(self) -> CodeFormat | None:
+        """How its codes are kept as they are."""
+        return format_of_groups(
+            4, _NV_GROUP, self.shape[-1], torch.float16, zero=_ZERO, levels=_LEVELS, has_output_scales=True
+        )
+
+    def coded(self, parts: Mapping[str, torch.Tensor], rows: range) -> CodedMatrix:
+        """Return rows of the matrix as codes; levels are twice the codes' numbers."""
+        form, factor = self.code_format, parts.get("global scale", torch.ones(1)).float().view(1)
+        assert form is not None
+        scales = e4m3_numbers()[parts["scale"].view(torch.uint8).int()] / 2
+        output_scales = (1 / factor if self.divides else factor).repeat(len(rows))
+        return coded_groups(form, unpack_bits(parts["weight"], 4, self.shape[-1]), scales, output_scales=output_scales)
 
     def dequantise(
         self, parts: Mapping[str, torch.Tensor], rows: range, out: torch.Tensor | None = None
@@ -53,6 +73,18 @@ class Mxfp4Weight(PackedWeight):
     """Parts ``weight`` and ``scale``."""
 
     format = "MXFP4"
+
+    @property
+    def code_format(self) -> CodeFormat | None:
+        """How its codes are kept as they are."""
+        return format_of_groups(4, _MX_GROUP, self.shape[-1], torch.bfloat16, zero=_ZERO, levels=_LEVELS)
+
+    def coded(self, parts: Mapping[str, torch.Tensor], rows: range) -> CodedMatrix:
+        """Return rows of the matrix as codes; levels are twice the codes' numbers."""
+        form, octets = self.code_format, parts["weight"].flatten(1)
+        assert form is not None
+        scales = e8m0_numbers()[parts["scale"].view(torch.uint8).int()] / 2
+        return coded_groups(form, unpack_bits(octets, 4, self.shape[-1]), scales)
 
     def are_bounded(self, parts: Mapping[str, torch.Tensor]) -> bool:
         """Whether the parts show that all numbers are finite."""

@@ -19,7 +19,8 @@ from engine.models.gguf.file import GgufFile
 from engine.models.gguf.header import GgufTensor
 from engine.models.gguf.names import gguf_weights
 from engine.models.gguf.weight import GgufWeight
-from kernels.dequant.gguf import dequantise_gguf
+from kernels.coded_weight import CodedMatrix, CodeFormat
+from kernels.dequant.gguf import FORMATS, coded_gguf, dequantise_gguf
 from kernels.dequant.gguf_types import GgufType
 
 __all__ = ["gguf_entries"]
@@ -60,6 +61,24 @@ class GgufPacked(PackedWeight):
         if weight.is_decay:
             return values.neg_().log_()
         return values - 1.0 if weight.has_one_added else values
+
+    @property
+    def code_format(self) -> CodeFormat | None:
+        """How its codes are kept as they are; None if the file's numbers or columns are changed."""
+        weight = self.weight
+        is_changed = weight.is_transposed or weight.is_joined or weight.column_order or weight.is_decay
+        if is_changed or weight.has_one_added or len(self.types) > 1:
+            return None
+        return FORMATS.get(self.types[_FIRST].name)
+
+    def coded(self, parts: Mapping[str, torch.Tensor], rows: range) -> CodedMatrix:
+        """Return rows of the matrix as codes."""
+        matrix = coded_gguf(parts[_FIRST], self.types[_FIRST])
+        if self.weight.heads:
+            half = self.row_multiple // 2
+            order = torch.arange(len(rows)).view(-1, half, 2).transpose(1, 2).flatten()
+            matrix = matrix.rows(order)
+        return matrix if self.weight.row_order is None else matrix.rows(list(self.weight.row_order))
 
     def _joined(self, parts: Mapping[str, torch.Tensor], rows: range) -> Iterator[torch.Tensor]:
         """Yield those of ``rows`` that are in each part, of two that are joined."""

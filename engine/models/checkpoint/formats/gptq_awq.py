@@ -18,10 +18,12 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.models.checkpoint.formats.groups import group_size_of, sizes_in
+from engine.models.checkpoint.formats.groups import are_neighbours, group_size_of, sizes_in
 from engine.models.checkpoint.formats.module_tensors import ModuleTensors
-from engine.models.checkpoint.packed_weight import PackedWeight
+from engine.models.checkpoint.packed_weight import PART_DTYPES, PackedWeight
 from engine.models.config.files.quantization import Quantization
+from kernels.coded_weight import CodedMatrix, CodeFormat
+from kernels.dequant.coded_groups import coded_groups, format_of_groups
 from kernels.dequant.integers import (
     dequantise_awq,
     dequantise_ordered,
@@ -65,6 +67,18 @@ class GptqWeight(PackedWeight):
             zeros = (zeros + 1) & (1 << self.bits) - 1
         return parts | _by_outputs(parts["scales"], zeros)
 
+    @property
+    def code_format(self) -> CodeFormat | None:
+        """How its codes are kept as they are; None if its groups are not neighbours."""
+        return None if "g_idx" in self.parts else _format(self, self.bits, self.group_size)
+
+    def coded(self, parts: Mapping[str, torch.Tensor], rows: range) -> CodedMatrix:
+        """Return rows of the matrix as codes."""
+        own, form = slice(rows.start, rows.stop), self.code_format
+        assert form is not None
+        codes = unpack_bits(turn_words_to_rows(parts["qweight"], own), self.bits, self.shape[-1])
+        return coded_groups(form, codes, parts["scales"][own], zeros=parts["zeros"][own])
+
     def are_bounded(self, parts: Mapping[str, torch.Tensor]) -> bool:
         """Whether the parts show that all numbers are finite."""
         return bool(parts["largest scale"] * 2**self.bits < _LARGE)
@@ -78,9 +92,6 @@ class GptqWeight(PackedWeight):
         scales, zeros = parts["scales"][own], parts["zeros"][own]
         if (group_of := parts.get("g_idx")) is None:
             return dequantise_packed(codes, bits, columns, scales, zeros, self.group_size, out=out)
-        size = -(-columns // scales.shape[1])
-        if torch.equal(group_of, torch.arange(columns, dtype=group_of.dtype) // size):  # no desc_act
-            return dequantise_packed(codes, bits, columns, scales, zeros, size, out=out)
         group_of = group_of.long()
         if columns and not 0 <= int(group_of.min()) <= int(group_of.max()) < scales.shape[1]:
             raise self.error("g_idx", f"names groups outside the {scales.shape[1]} that have scales")
@@ -93,6 +104,18 @@ class AwqWeight(PackedWeight):
 
     format = "AWQ"
     group_size: int
+
+    @property
+    def code_format(self) -> CodeFormat | None:
+        """How its codes are kept as they are."""
+        return _format(self, 4, self.group_size)
+
+    def coded(self, parts: Mapping[str, torch.Tensor], rows: range) -> CodedMatrix:
+        """Return rows of the matrix as codes."""
+        own, form = slice(rows.start, rows.stop), self.code_format
+        assert form is not None
+        codes = unpack_awq(parts["qweight"][:, rows.start // 8 : -(-rows.stop // 8)])
+        return coded_groups(form, codes, parts["scales"][own], zeros=parts["zeros"][own])
 
     def prepared(self, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the parts with scales and zero points for rows, float32 [rows, groups]."""
@@ -109,6 +132,11 @@ class AwqWeight(PackedWeight):
         words, own = slice(rows.start // 8, -(-rows.stop // 8)), slice(rows.start, rows.stop)
         scales, zeros = parts["scales"][own], parts["zeros"][own]
         return dequantise_awq(parts["qweight"], words, scales, zeros, self.group_size, out=out)
+
+
+def _format(weight: PackedWeight, bits: int, group_size: int) -> CodeFormat | None:
+    dtype = PART_DTYPES[weight.parts["scales"].dtype]
+    return format_of_groups(bits, group_size, weight.shape[-1], dtype, zero_kind="points")
 
 
 def _by_outputs(scales: torch.Tensor, zeros: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -187,7 +215,10 @@ def _gptq(module: ModuleTensors, rows: int) -> PackedWeight:
             "qweight", f"has {words} words for each output, which do not fit codes of {bits} bits for {columns} inputs"
         )
     _require_zeros(module, (module.tensors["scales"].shape[0], -(-rows * bits // 32)))
-    size = 0 if order is not None else _group_size(module, columns)
+    size = -(-columns // module.tensors["scales"].shape[0]) if order is not None else _group_size(module, columns)
+    if order is not None and are_neighbours(module, "g_idx", size):
+        module.take(order="g_idx")
+        order = None
     return GptqWeight(
         name=module.full_name("weight"),
         parts=module.take(qweight="qweight", qzeros="qzeros", scales="scales", g_idx="g_idx" if order else None),

@@ -1,11 +1,16 @@
-"""How many neighbouring inputs of a weight share a scale, from the number of scales and the sizes in a config."""
+"""Groups of a weight's inputs that share a scale: their size, and whether their inputs are neighbours."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["group_size_of", "sizes_in"]
+import torch
+
+from engine.models.checkpoint.formats.module_tensors import ModuleTensors
+from engine.models.checkpoint.packed_weight import PART_DTYPES
+
+__all__ = ["are_neighbours", "group_size_of", "sizes_in"]
 
 
 def group_size_of(columns: int, num_groups: int, sizes: Iterable[int]) -> int | None:
@@ -22,6 +27,21 @@ def group_size_of(columns: int, num_groups: int, sizes: Iterable[int]) -> int | 
         if -(-columns // size) == num_groups:
             return size
     return columns // num_groups if num_groups and columns % num_groups == 0 and columns else None
+
+
+def are_neighbours(module: ModuleTensors, name: str, size: int) -> bool:
+    """Return whether the inputs of a group are neighbours: not if ``desc_act`` or ``actorder`` sorted them.
+
+    Args:
+        module: whose tensor ``name`` is the group of each input; all are -1 where none was calibrated.
+        name: see ``module``.
+        size: inputs of a group.
+    """
+    stored = module.tensors[name]
+    if not (columns := stored.shape[0]):
+        return True
+    groups = torch.frombuffer(bytearray(module.read(stored)), dtype=PART_DTYPES[stored.dtype])
+    return bool((groups == -1).all()) or torch.equal(groups, torch.arange(columns, dtype=groups.dtype) // size)
 
 
 def sizes_in(value: Any, key: str = "group_size") -> list[int]:

@@ -20,8 +20,10 @@ from engine.errors import shown
 from engine.models.checkpoint.formats.fp4 import Mxfp4Weight, Nvfp4Weight
 from engine.models.checkpoint.formats.fp8 import Fp8Weight
 from engine.models.checkpoint.formats.module_tensors import ModuleTensors
-from engine.models.checkpoint.packed_weight import PackedWeight
-from kernels.dequant.integers import dequantise_affine_packed
+from engine.models.checkpoint.packed_weight import PART_DTYPES, PackedWeight
+from kernels.coded_weight import CodedMatrix, CodeFormat
+from kernels.dequant.coded_groups import coded_groups, format_of_groups
+from kernels.dequant.integers import dequantise_affine_packed, unpack_bits
 
 __all__ = ["MlxWeight", "mlx_weights"]
 
@@ -42,6 +44,20 @@ class MlxWeight(PackedWeight):
     format = "MLX"
     bits: int
     group_size: int
+
+    @property
+    def code_format(self) -> CodeFormat | None:
+        """How its codes are kept as they are; None if biases and scales are of different types."""
+        scales, biases = (PART_DTYPES[self.parts[name].dtype] for name in ("scales", "biases"))
+        if scales != biases:
+            return None
+        return format_of_groups(self.bits, self.group_size, self.shape[-1], scales, zero_kind="minima")
+
+    def coded(self, parts: Mapping[str, torch.Tensor], rows: range) -> CodedMatrix:
+        """Return rows of the matrix as codes."""
+        form, codes = self.code_format, unpack_bits(parts["weight"], self.bits, self.shape[-1])
+        assert form is not None
+        return coded_groups(form, codes, parts["scales"], minima=-parts["biases"])
 
     def dequantise(
         self, parts: Mapping[str, torch.Tensor], rows: range, out: torch.Tensor | None = None

@@ -15,7 +15,9 @@ import torch
 
 from engine.models.checkpoint.formats.groups import group_size_of, sizes_in
 from engine.models.checkpoint.formats.module_tensors import ModuleTensors
-from engine.models.checkpoint.packed_weight import PackedWeight
+from engine.models.checkpoint.packed_weight import PART_DTYPES, PackedWeight
+from kernels.coded_weight import CodedMatrix, CodeFormat
+from kernels.dequant.coded_groups import coded_groups, format_of_groups
 from kernels.dequant.integers import dequantise_groups
 
 __all__ = ["ModelOptInt4Weight", "modelopt_int4_weights"]
@@ -35,9 +37,25 @@ class ModelOptInt4Weight(PackedWeight):
         self, parts: Mapping[str, torch.Tensor], rows: range, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return rows of the matrix in float32."""
-        octets = parts["weight"][rows.start // 2 : rows.stop // 2]
-        codes = torch.stack([octets & 15, octets >> 4], dim=1).flatten(0, 1) ^ _SIGN
-        return dequantise_groups(codes, parts["scale"], _SIGN, self.group_size, out=out)
+        return dequantise_groups(_codes(parts, rows), parts["scale"], _SIGN, self.group_size, out=out)
+
+    @property
+    def code_format(self) -> CodeFormat | None:
+        """How its codes are kept as they are."""
+        dtype = PART_DTYPES[self.parts["scale"].dtype]
+        return format_of_groups(4, self.group_size, self.shape[-1], dtype, zero=float(_SIGN))
+
+    def coded(self, parts: Mapping[str, torch.Tensor], rows: range) -> CodedMatrix:
+        """Return rows of the matrix as codes."""
+        form = self.code_format
+        assert form is not None
+        return coded_groups(form, _codes(parts, rows), parts["scale"])
+
+
+def _codes(parts: Mapping[str, torch.Tensor], rows: range) -> torch.Tensor:
+    """Return integers from 0 to 15, [num_rows, columns]."""
+    octets = parts["weight"][rows.start // 2 : rows.stop // 2]
+    return torch.stack([octets & 15, octets >> 4], dim=1).flatten(0, 1) ^ _SIGN
 
 
 def modelopt_int4_weights(module: ModuleTensors) -> Iterator[PackedWeight]:

@@ -53,7 +53,7 @@ def test_int8_takes_less_memory_than_bfloat16() -> None:
 
 
 def test_what_is_not_offered_is_named() -> None:
-    with pytest.raises(ConfigError, match="quantization='fp8' is unknown; choose int8"):
+    with pytest.raises(ConfigError, match="quantization='fp8' is unknown; choose one of int8, dequantize"):
         EngineConfig(model="x", quantization="fp8")
     with pytest.raises(ConfigError, match="max_decode_slowdown=0.5"):
         EngineConfig(model="x", max_decode_slowdown=0.5)

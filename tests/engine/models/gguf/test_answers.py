@@ -20,6 +20,7 @@ from engine.models.gguf.names import gguf_weights
 from engine.models.gguf.weight import GgufWeight
 from engine.sampling_params import SamplingParams
 from kernels.dequant.gguf_types import GGUF_TYPES
+from tests.engine.models.checkpoint.formats.quantised import check_codes
 from tests.engine.models.gguf.conftest import Converted
 from tests.engine.models.gguf.converted import ARCHITECTURES, build_model, write_gguf
 from tests.engine.models.gguf.metadata import write_metadata
@@ -62,6 +63,8 @@ def test_every_weight_is_the_decoded_one(converted: Converted, name: str) -> Non
             checkpoint.read_into(out, weight_name)
             assert torch.equal(out, weight), weight_name
             assert torch.equal(checkpoint.read(weight_name).float(), weight), weight_name
+            if weight.dim() == 2:
+                check_codes(checkpoint, weight_name, weight)
 
 
 def test_the_files_have_every_type(converted: Converted) -> None:

@@ -17,13 +17,25 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from engine.models.checkpoint.checkpoint import open_checkpoint
+from engine.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from engine.models.checkpoint.sharding import Shard
 from engine.sampling_params import SamplingParams
+from kernels.coded_weight import decode
 from tests.engine.checkpoints import build_model, save_checkpoint
 from tests.engine.models.adapter.greedy_answers import oracle
 from tests.engine.oracle import answers, make_llm, random_tokens, run
 
-__all__ = ["FILE", "Encoded", "Quantised", "check_tokens", "check_values", "is_linear", "save_quantised", "tiny_model"]
+__all__ = [
+    "FILE",
+    "Encoded",
+    "Quantised",
+    "check_codes",
+    "check_tokens",
+    "check_values",
+    "is_linear",
+    "save_quantised",
+    "tiny_model",
+]
 
 FILE = "model.safetensors"
 MAX_TOKENS = 6  # as the oracle's
@@ -122,6 +134,21 @@ def check_values(quantised: Quantised) -> None:
             checkpoint.require(name, list(expected.shape))
             read = checkpoint.read(name)
             assert torch.equal(read.view(torch.int32), expected.view(torch.int32)), name
+            check_codes(checkpoint, name, expected)
+
+
+def check_codes(checkpoint: Checkpoint, name: str, values: torch.Tensor) -> None:
+    """Assert that the codes of a weight, and of ranks' shares of it, mean the values, if it is kept as codes."""
+    rows, columns = values.shape[-2:]
+    shards = [None, *(Shard(0, rows, *part) for part in ((0, rows // 2), (rows // 2, rows)))]
+    shards += [Shard(1, columns, *part) for part in ((0, columns // 64 * 32), (columns // 64 * 32, columns))]
+    for shard in shards:
+        if (form := checkpoint.code_format(name, shard)) is None:
+            continue
+        matrix = checkpoint.read_coded(name, shard)
+        expected = values if shard is None else values.narrow(shard.dim, shard.start, shard.stop - shard.start)
+        assert matrix.format == form
+        assert torch.allclose(decode(matrix), expected, rtol=1e-6, atol=1e-9), (name, shard)
 
 
 def check_tokens(quantised: Quantised, **options: Any) -> None:

@@ -54,10 +54,10 @@ def encode(weight: torch.Tensor, kind: str) -> Encoded:
 
 # Bits, inputs of a group (0: all), options
 KINDS: dict[str, tuple[int, int, str]] = {
-    "int4 symmetric": (4, 8, ""),
+    "int4 symmetric": (4, 32, ""),
     "int4 asymmetric, last group smaller": (4, 64, "asymmetric"),
     "int4 actorder": (4, 8, "asymmetric ordered"),
-    "int4 actorder that was not computed": (4, 8, "asymmetric"),
+    "int4 actorder that was not computed": (4, 32, "asymmetric"),
     "int8 by channel": (8, 0, "asymmetric"),
     "int8 bytes": (8, 0, "plain"),
     "int8 bytes, asymmetric": (8, 8, "plain asymmetric"),
@@ -96,7 +96,9 @@ def test_projections_that_are_stored_together(
 ) -> None:
     """Phi-3 stores queries, keys and values in one weight; GLM-4's queries and keys are put in another order."""
     monkeypatch.setattr("engine.worker.worker_pool.RemoteRanks", ThreadRanks)
-    config = {"quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized"}}
+    config = {
+        "quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized", "group_size": 32}
+    }
     quantised = save_quantised(
         build_dense_model(family), tmp_path, lambda _, weight: encode(weight, "int4 symmetric"), config
     )

@@ -25,7 +25,7 @@ from tests.engine.models.checkpoint.formats.quantised import (
 )
 
 ORDER = torch.Generator().manual_seed(1)
-GROUP = 8
+GROUP = 32
 
 
 def gptq(weight: torch.Tensor, bits: int, options: str) -> Encoded:
