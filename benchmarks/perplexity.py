@@ -1,4 +1,4 @@
-"""The accuracy that int8 weights cost: the demo model's perplexity on questions outside its training set.
+"""The accuracy that int8 and int4 weights cost: the demo model's perplexity on questions outside its training set.
 
 usage: python -m benchmarks.perplexity [--out FILE]
 
@@ -26,6 +26,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
+    "int4": {"dtype": "bfloat16", "quantization": "int4"},
 }
 
 

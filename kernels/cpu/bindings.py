@@ -259,6 +259,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pagoda_prefault_new": (_POINTER, (_POINTERS, _INT64, _INT64, _INT64, _INT32)),
     "pagoda_prefault_num_ready": (_INT64, (_POINTER,)),
     "pagoda_prefault_want": (None, (_POINTER, _INT64)),
+    "pagoda_quantize_codes": (None, (*(_POINTER,) * 3, _INT32, _INT64, _INT64, _INT32)),
     "pagoda_selective_scan": (None, (ctypes.POINTER(CScanCall),)),
     "pagoda_set_num_threads": (None, (ctypes.c_int,)),
     "pagoda_top_k": (None, (*(_POINTER,) * 3, *(_INT64,) * 4)),

@@ -19,7 +19,7 @@ from kernels.cpu.library import require
 from kernels.cpu.linear import LANES, PANELS_AT_ONCE, PackedLinear, WeightKind
 from kernels.cpu.memory import huge_zeros
 
-__all__ = ["NOT_CODED", "SECTION_OUTPUTS", "Coded", "CodedLinear", "packed_linear"]
+__all__ = ["NOT_CODED", "SECTION_OUTPUTS", "Coded", "CodedLinear", "format_at_load", "packed_linear", "quantize_codes"]
 
 SECTION_OUTPUTS = LANES * PANELS_AT_ONCE  # that are read together
 SEGMENT_INPUTS = 256  # whose factors and codes are together
@@ -44,6 +44,27 @@ def packed_linear(
     if sections is None:
         return PackedLinear(kind, in_features, out_features, has_bias=has_bias)
     return CodedLinear(sections, in_features, out_features, has_bias=has_bias)
+
+
+def format_at_load(bits: int) -> CodeFormat:
+    """Return the format that weights are quantized to while they are loaded: symmetric, in groups of 32 inputs."""
+    return CodeFormat(bits=bits, outer_type="bfloat16", zero=float(1 << bits - 1))
+
+
+def quantize_codes(weight: torch.Tensor, bits: int) -> CodedMatrix:
+    """Return a weight [out_features, in_features] in the ``format_at_load``.
+
+    The scale of a group is searched for among those near the one that its largest number gives, for the least squared
+    error, as llama.cpp searches for those of its formats; no sample of activations is needed.
+    """
+    weight = (weight if weight.dtype in (torch.float32, torch.bfloat16) else weight.float()).contiguous()
+    num_rows, width = weight.shape
+    codes = torch.empty(num_rows, width, dtype=torch.uint8)
+    scales = torch.empty(num_rows, -(-width // BLOCK_INPUTS), dtype=torch.bfloat16)
+    is_bf16 = weight.dtype == torch.bfloat16
+    addresses = codes.data_ptr(), scales.data_ptr(), weight.data_ptr()
+    require().pagoda_quantize_codes(*addresses, is_bf16, num_rows, width, bits)
+    return CodedMatrix(format=format_at_load(bits), codes=codes, outer_scales=scales)
 
 
 class CodedLinear(PackedLinear):
@@ -97,12 +118,14 @@ class CodedLinear(PackedLinear):
         """Pack rows; their formats are those that the sections have there.
 
         Args:
-            weight: coded; codes of zero follow shorter rows.
+            weight: coded, or numbers to quantize to the only section's ``format_at_load``; zeros follow shorter rows.
             first_output: as for `PackedLinear`; only where there is one section.
             every: as for `PackedLinear`, likewise.
             offset: see ``every``.
         """
-        assert isinstance(weight, CodedWeight)
+        if isinstance(weight, torch.Tensor):
+            (section,) = self._sections
+            weight = CodedWeight((quantize_codes(weight, section.format.bits),))
         assert len(weight.sections) == len(self._sections)
         first_byte = first_panel = 0
         octets = self.words.view(torch.uint8)
@@ -121,7 +144,7 @@ class _Panels:
     """The panels of one section."""
 
     def __init__(self, section: Section, in_features: int) -> None:
-        self._section, self._in_features = section, in_features
+        self.format = section.format
         self.layout = _PanelLayout(section.format, in_features)
         self.count = -(-section.num_outputs // SECTION_OUTPUTS) * PANELS_AT_ONCE
         self.num_bytes = self.count * self.layout.num_bytes
@@ -129,7 +152,7 @@ class _Panels:
     @cached_property
     def c_format(self) -> CCodeFormat:
         """The format as C has it."""
-        form = self._section.format
+        form = self.format
         return CCodeFormat(
             form.bits,
             form.granule,
@@ -144,7 +167,7 @@ class _Panels:
 
     def pack(self, octets: torch.Tensor, matrix: CodedMatrix, first_output: int, every: int, offset: int) -> None:
         """Pack a matrix as outputs from ``first_output`` on, to ``octets`` [panels, bytes of a panel]."""
-        assert matrix.format == self._section.format
+        assert matrix.format == self.format
         codes = matrix.codes.contiguous()
         num_rows, in_features = codes.shape
         arguments = (num_rows, in_features, first_output, every, offset)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from kernels.coded_weight import BLOCK_INPUTS, CodedMatrix, decode
+from kernels.coded_weight import BLOCK_INPUTS, CodedMatrix, CodeFormat, decode
 from kernels.cpu.linear import WeightKind
 from kernels.layer_ops.base import Activation
 from kernels.sampling.exact_math import noisy_logits, scores_of
@@ -39,6 +39,28 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def coded_linear(x: torch.Tensor, matrix: CodedMatrix) -> torch.Tensor:
     """Compute `kernels.cpu.linear.linear` with coded weights: x W^T, float32, of [rows, in] and [out, in]."""
     return (quantize_blocks(x).double() @ decode(matrix).double().t()).float()
+
+
+def quantize_codes(weight: torch.Tensor, bits: int) -> CodedMatrix:
+    """Compute `kernels.cpu.coded_linear.quantize_codes`."""
+    num_rows, width = weight.shape
+    half, groups = float(1 << bits - 1), F.pad(weight.float(), (0, -width % BLOCK_INPUTS)).view(-1, BLOCK_INPUTS)
+    extremes = groups.gather(1, groups.abs().argmax(dim=1, keepdim=True))
+    best, most_explained = torch.zeros(len(groups), 1), torch.zeros(len(groups), 1)
+    for step in range(-9, 10):
+        inverse = torch.where(extremes == 0, 0.0, -(half + 0.1 * step) / extremes)
+        codes = (groups * inverse).round().clamp(-half, half - 1)
+        product, square = (groups * codes).sum(1, keepdim=True), codes.square().sum(1, keepdim=True)
+        explained = torch.where(square > 0, product * product / square, 0.0)
+        best = torch.where(explained > most_explained, product / square, best)
+        most_explained = torch.maximum(explained, most_explained)
+    scales = best.bfloat16()
+    codes = (groups * torch.where(scales == 0, 0.0, 1 / scales.float())).round().clamp(-half, half - 1) + half
+    return CodedMatrix(
+        format=CodeFormat(bits=bits, outer_type="bfloat16", zero=half),
+        codes=codes.view(num_rows, -1)[:, :width].to(torch.uint8),
+        outer_scales=scales.view(num_rows, -1),
+    )
 
 
 def quantize_blocks(x: torch.Tensor) -> torch.Tensor:

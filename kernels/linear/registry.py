@@ -43,6 +43,7 @@ class LinearEntry:
 LINEAR_METHODS: dict[str, LinearEntry] = {  # the first that can run is taken, so the fastest of a device comes first
     "packed":      LinearEntry("packed", "PackedLinears",     ("cpu",), _PACKED, packed=True, options=_ALL),
     "packed_int8": LinearEntry("packed", "PackedInt8Linears", ("cpu",), _PACKED, "int8", packed=True, options=_ALL),
+    "packed_int4": LinearEntry("packed", "PackedInt4Linears", ("cpu",), _PACKED, "int4", packed=True, options=_ALL),
     "torch_int8":  LinearEntry("torch_int8", "TorchInt8Linears", ("cpu",), _ANY, "int8"),
     "torch":       LinearEntry("torch", "TorchLinears", ("cpu", "cuda"), _ANY, options=("experts",)),
     "triton":      LinearEntry("triton", "TritonLinears", ("cuda",), _ANY, options=_ALL),

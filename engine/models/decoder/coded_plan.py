@@ -16,9 +16,9 @@ from engine.models.checkpoint.stored_parts import EMBEDDING, HEAD, Part, stored_
 from engine.models.config.model_config import ModelConfig
 from engine.models.tensor_parallel import TensorParallel
 from kernels.coded_weight import Section
-from kernels.cpu.coded_linear import SECTION_OUTPUTS
+from kernels.cpu.coded_linear import SECTION_OUTPUTS, format_at_load
 
-__all__ = ["NO_CODES", "CodedPlan", "plan_codes"]
+__all__ = ["NO_CODES", "CodedPlan", "plan_codes", "plan_quantization"]
 
 # By the name of a layer's parameter in decoder.py: the attribute of PackedLayer, PackedExperts and PackedRecurrent.
 _OF_LAYER = {
@@ -61,7 +61,7 @@ class CodedPlan:
 
     Attributes:
         sections: their formats, by the names of our decoder's parameters, those of experts without their number.
-        stored: the names of the stored weights that they are made of.
+        stored: the names of the stored weights whose codes they are; others are quantized while they are loaded.
     """
 
     sections: Mapping[str, tuple[Section, ...]]
@@ -73,8 +73,8 @@ class CodedPlan:
         return {attribute: self.sections[name] for name, attribute in names.items() if name in self.sections}
 
     def has(self, name: str) -> bool:
-        """Return whether a parameter stays codes; experts have their numbers."""
-        return _without_number(name) in self.sections
+        """Return whether the stored codes of a parameter are kept; experts have their numbers."""
+        return bool(self.stored) and _without_number(name) in self.sections
 
 
 NO_CODES = CodedPlan({}, frozenset())
@@ -110,6 +110,26 @@ def plan_codes(
         stored[key].update(part.name for part in parts)
     kept = {name: sections for name, sections in found.items() if sections is not None}
     return CodedPlan(kept, frozenset().union(*(stored[name] for name in kept)))
+
+
+def plan_quantization(
+    shapes: Mapping[str, Iterable[int]], bits: int, head_bits: int, *, is_head_embedding: bool
+) -> CodedPlan:
+    """Return the plan that quantizes all linear layers while they are loaded.
+
+    Args:
+        shapes: of this rank's parameters, by name.
+        bits: of codes.
+        head_bits: of the head's codes.
+        is_head_embedding: the embedding is read from the head's packed weights.
+    """
+    head = EMBEDDING if is_head_embedding else HEAD
+    sections = {}
+    for name, shape in shapes.items():
+        if _is_linear(name) and name not in {EMBEDDING, HEAD} - {head}:
+            num_outputs = list(shape)[-2]
+            sections[name] = (Section(format_at_load(head_bits if name == head else bits), num_outputs),)
+    return CodedPlan(sections, frozenset())
 
 
 def _without_number(name: str) -> str:

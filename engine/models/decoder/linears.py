@@ -58,9 +58,10 @@ def choose_linear_method(
     try:
         return select_linear_method(device, dtype, quantization, options, may_pack=may_pack)
     except ValueError as error:
-        if quantization is not None and config.experts is not None:
+        if quantization is not None and (config.experts is not None or not batch_invariant):
+            condition = " if a model has experts" if quantization == "int8" else ""
             raise ConfigError(
-                "is computed only by the C kernels on a CPU if a model has experts",
+                f"is computed only by the C kernels on a CPU{condition}, which cannot compute this model here",
                 param="quantization",
                 value=quantization,
                 remedy="leave it out",

@@ -17,7 +17,7 @@ from engine.models.checkpoint.checkpoint import open_checkpoint
 from engine.models.checkpoint.stored_parts import EMBEDDING, HEAD, LAYER_EMBEDDING
 from engine.models.checkpoint.weights import read_weights, with_stored_head
 from engine.models.config.model_config import ModelConfig
-from engine.models.decoder.coded_plan import NO_CODES, CodedPlan, plan_codes
+from engine.models.decoder.coded_plan import NO_CODES, CodedPlan, plan_codes, plan_quantization
 from engine.models.decoder.cpu_decoder import CpuDecoder, head_is_embedding
 from engine.models.decoder.cpu_decoder import can_run as cpu_kernels_can_run
 from engine.models.decoder.decoder import Decoder
@@ -27,7 +27,7 @@ from engine.models.decoder.rope import rope_tables
 from engine.models.tensor_parallel import TensorParallel
 from kernels.coded_weight import Weight
 from kernels.layer_ops.select import select_layer_ops
-from kernels.linear.packed import PackedLinears
+from kernels.linear.packed import PackedInt4Linears, PackedLinears
 from kernels.linear.registry import DEQUANTIZE
 from kernels.recurrent.select import select_recurrent_ops
 
@@ -54,7 +54,7 @@ def load_decoder(
     """Build the model that ``hf_config`` describes and fill it from the directory's safetensors.
 
     Args:
-        quantization: ``int8`` quantizes the weights of linear layers while loading; ``dequantize`` keeps no codes of a
+        quantization: ``int8`` and ``int4`` quantize linear layers while loading; ``dequantize`` keeps no codes of a
             quantised checkpoint.
         batch_invariant: whether a token's logits must have the same bits in any batch.
         use_cpu_kernels: whether the C kernels may compute the model, attention included; compiles them if necessary.
@@ -99,10 +99,13 @@ def load_decoder(
         plan = NO_CODES
         if isinstance(method, PackedLinears):
             is_head = head_is_embedding(config, parallel, method.kind)
+            shapes = _shapes(skeleton)
             if keeps_codes:
-                plan = plan_codes(_shapes(skeleton), checkpoint, config, parallel, is_head_embedding=is_head)
+                plan = plan_codes(shapes, checkpoint, config, parallel, is_head_embedding=is_head)
+            elif isinstance(method, PackedInt4Linears):
+                plan = plan_quantization(shapes, method.bits, method.head_bits, is_head_embedding=is_head)
             model = CpuDecoder(skeleton.embed_tokens, config, rope, parallel, dtype, method.kind, plan)
-            _pack(model, _shapes(skeleton), read, is_head=is_head, plan=plan)
+            _pack(model, shapes, read, is_head=is_head, plan=plan)
         else:
             model = skeleton
             model.rope = [table.to(device) for table in rope]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kernels.coded_weight import CodedMatrix, CodedWeight, CodeFormat, Section, decode
 from kernels.cpu import reference
-from kernels.cpu.coded_linear import SECTION_OUTPUTS, CodedLinear
+from kernels.cpu.coded_linear import SECTION_OUTPUTS, CodedLinear, quantize_codes
 from kernels.cpu.gather import gather_packed_rows
 from kernels.cpu.linear import linear
 
@@ -171,6 +171,29 @@ def test_a_nan_in_a_row_is_not_lost() -> None:
 
 def test_zeros_give_zeros() -> None:
     assert not linear(torch.zeros(2, 96), packed(random_matrix(FORMATS["Q4_K"], 64, 96))).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bits", [4, 6, 8])
+def test_weights_are_quantized_as_the_reference_does(bits: int, dtype: torch.dtype) -> None:
+    weight = rows_of(200, 130).to(dtype)
+    weight[3, 32:64] = 0
+    ours, wanted = quantize_codes(weight, bits), reference.quantize_codes(weight, bits)
+    assert ours.format == wanted.format
+    same = ours.outer_scales == wanted.outer_scales  # else two candidates are as good but for the rounding of sums
+    assert float(same.float().mean()) > 0.98
+    errors = [(decode(matrix) - weight.float()).square().sum() for matrix in (ours, wanted)]
+    assert float(errors[0]) == pytest.approx(float(errors[1]), rel=1e-3)
+    assert not decode(ours)[3, 32:64].any()
+
+
+def test_searched_scales_are_better_than_those_of_the_largest_number() -> None:
+    weight = rows_of(100, 256)
+    groups = weight.view(-1, 32)
+    scales = groups.gather(1, groups.abs().argmax(dim=1, keepdim=True)) / -8
+    plain = ((groups / scales).round().clamp(-8, 7) * scales).view_as(weight)
+    searched = decode(quantize_codes(weight, 4))
+    assert (searched - weight).square().sum() < 0.9 * (plain - weight).square().sum()
 
 
 def shifted(name: str, dim: int) -> Callable[[CodedMatrix], CodedMatrix]:

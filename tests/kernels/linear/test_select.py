@@ -80,7 +80,7 @@ def test_a_processor_without_the_instruction_takes_torch() -> None:
 def test_the_table_is_read_without_torch() -> None:
     program = "import sys, kernels.linear.registry; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
-    assert QUANTIZATIONS == ("int8", "dequantize")
+    assert QUANTIZATIONS == ("int8", "int4", "dequantize")
     assert (quantization_devices("int8"), quantization_devices(None)) == (("cpu",), ("cpu", "cuda"))
 
 

@@ -52,8 +52,29 @@ def test_int8_takes_less_memory_than_bfloat16() -> None:
     assert sizes[1] < 0.8 * sizes[0]  # an embedding is not quantized, and no longer the same as the head
 
 
+@pytest.mark.skipif(library() is None, reason="no C compiler is installed")
+def test_int4_answers_like_the_weights_it_was_made_of_in_less_memory() -> None:
+    answers, sizes = [], []
+    for quantization in (None, "int8", "int4"):
+        llm = LLM(str(DEMO_MODEL), device="cpu", num_blocks=64, quantization=quantization)
+        params = SamplingParams(temperature=0.0, max_tokens=60, logprobs=0)
+        answers.append(llm.chat([CHAT], params, use_tqdm=False)[0].outputs[0])
+        sizes.append(llm.engine.runner.workers.local.shard.weight_bytes)  # type: ignore[attr-defined]
+    plain, _, quantized = answers
+    assert quantized.text == plain.text
+    assert quantized.cumulative_logprob != plain.cumulative_logprob
+    assert quantized.cumulative_logprob == pytest.approx(plain.cumulative_logprob, abs=0.5)
+    assert sizes[2] < 0.75 * sizes[1]
+
+
+def test_int4_without_the_c_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "cpu_kernels_can_run", lambda *_: False)
+    with pytest.raises(ConfigError, match="quantization='int4'"):
+        LLM(str(DEMO_MODEL), device="cpu", num_blocks=64, quantization="int4")
+
+
 def test_what_is_not_offered_is_named() -> None:
-    with pytest.raises(ConfigError, match="quantization='fp8' is unknown; choose one of int8, dequantize"):
+    with pytest.raises(ConfigError, match="quantization='fp8' is unknown; choose one of int8, int4, dequantize"):
         EngineConfig(model="x", quantization="fp8")
     with pytest.raises(ConfigError, match="max_decode_slowdown=0.5"):
         EngineConfig(model="x", max_decode_slowdown=0.5)
