@@ -174,11 +174,17 @@ class _Panels:
         require().pagoda_pack_codes(octets.data_ptr(), self.c_format, codes.data_ptr(), *arguments)
         index = torch.arange(first_output, first_output + num_rows)
         panel, lane = index // LANES * every + offset, index % LANES
+        are_whole = num_rows > 0 and first_output % LANES == num_rows % LANES == 0
+        whole = slice(int(panel[0]), int(panel[-1]) + 1, every) if are_whole else slice(0)
         for name, factors in matrix.parts.items():
             if name in self.layout.starts:
                 of_segments = self.layout.of_segments(name, factors)
                 for first, target in self.layout.targets(name, octets, factors.dtype):
-                    target[panel, :, :, lane] = of_segments[:, first : first + target.shape[1]]
+                    own = of_segments[:, first : first + target.shape[1]]
+                    if are_whole:
+                        target[whole] = own.view(-1, LANES, *own.shape[1:]).permute(0, 2, 3, 1)
+                    else:
+                        target[panel, :, :, lane] = own
 
 
 class _PanelLayout:
