@@ -139,8 +139,9 @@ class EngineConfig:
         dtype: of weights and KV cache; ``auto`` takes the checkpoint's.
         model_impl: what computes the model: ``pagoda`` is our own decoder, ``transformers`` are transformers' modules;
             ``auto`` takes our own decoder where it computes the model.
-        quantization: ``int8`` keeps the weights of linear layers as int8, quantized while they are loaded, on a CPU;
-            None keeps them in ``dtype``.
+        quantization: ``int8`` and ``int4`` quantize the weights of linear layers while they are loaded, on a CPU. None
+            keeps those of a quantised checkpoint as they are stored, where that is possible; ``dequantize`` computes
+            them in ``dtype``.
         max_model_len: context length in tokens; None takes the model's.
         max_num_seqs: maximum sequences that run in one step.
         max_num_batched_tokens: maximum tokens computed in one step; longer prompts are chunked.

@@ -148,10 +148,9 @@ and two tensor-parallel ranks.
 REFUSALS = """
 ## Weight formats
 
-Weights are stored in bfloat16, float16 or float32, or in one of the formats below. Quantised weights are dequantised in
-float32 while they are read, and computed in the model's dtype on every device: they take less of the disk, but not of
-memory. Which weights are quantised is seen from the tensors, so any layers may be left out. The quantisation of
-activations and of the KV cache is not computed.
+Weights are stored in bfloat16, float16 or float32, or in one of the formats below. [Quantised models](quantization.md)
+says which are computed as they are stored, and which are dequantised while they are read. Which weights are quantised
+is seen from the tensors, so any layers may be left out. The checkpoint's quantisation of the KV cache is not computed.
 
 | format | as written by |
 | --- | --- |
@@ -174,8 +173,8 @@ those of transformers for the dequantised weights (`tests/engine/models/checkpoi
 ## GGUF files
 
 `model` may be a GGUF file, or the first part of a split one. Nothing else is needed: config, tokenizer, chat template,
-stop tokens and sampling defaults come from its metadata. Its blocks are dequantised in float32 while they are read. A
-model that is not quantised keeps its dtype; others, and Gemma in float16, are computed in bfloat16. Like llama.cpp,
+stop tokens and sampling defaults come from its metadata. A model that is not quantised keeps its dtype; the
+activations of others, and of Gemma in float16, are bfloat16. Like llama.cpp,
 Pagoda also ends answers at control tokens that are known by their texts, such as `<end_of_turn>`.
 
 | llama.cpp's architecture | architecture |

@@ -69,7 +69,13 @@ def quantise(path: Path, encode: Encode, config: dict[str, Any], *, in_text: boo
         pytest.param(
             "gemma3",
             lambda _, weight: of_integers.encode(weight, "int4 symmetric"),
-            {"quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized"}},
+            {
+                "quantization_config": {
+                    "quant_method": "compressed-tensors",
+                    "format": "pack-quantized",
+                    "group_size": 32,
+                }
+            },
             True,
             marks=pytest.mark.long,
         ),

@@ -27,7 +27,7 @@ _CHOSEN = re.compile(r"layers\..*(_proj|_proj_\w+|\.w[123]|_linear)\.weight$")
 INT4 = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",
-    "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int", "group_size": 8, "strategy": "group"}}},
+    "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int", "group_size": 32, "strategy": "group"}}},
 }
 Encode = Callable[[str, torch.Tensor], Encoded]
 FORMATS: dict[str, tuple[Encode, dict[str, Any]]] = {
