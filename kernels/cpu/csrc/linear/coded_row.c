@@ -3,7 +3,7 @@
 #include "linear/coded_dot.h"
 #include "runtime/integers.h"
 
-enum { NUM_REGISTERS = LANES / REGISTER_LANES, BYTES_AHEAD = 2048 /* of codes that are fetched */ };
+enum { NUM_REGISTERS = LANES / REGISTER_LANES, BYTES_AHEAD = 3072 /* that are fetched */ };
 
 /* Multiplies a row with a panel; with constant `bits` and `granules` of a block. */
 INLINE void multiply(float *sums, const uint32_t *row, const uint8_t *panel, const pagoda_code_format *format,
@@ -12,6 +12,7 @@ INLINE void multiply(float *sums, const uint32_t *row, const uint8_t *panel, con
     const uint8_t *codes = panel + layout->codes;
     f32_register sum[NUM_REGISTERS] = {{0}};
     granule_cursor cursor = first_granule(format);
+    const int64_t lines = divide_up(layout->segment_bytes, SEGMENT_BLOCKS * VECTOR_BYTES); /* for each block */
     for (int64_t b = 0; b < num_blocks; b++, codes += bits * VECTOR_BYTES, row += ROW_BLOCK_WORDS) {
         f32x16 scales[2], minima[2];
         if (b && b % SEGMENT_BLOCKS == 0) {
@@ -19,7 +20,8 @@ INLINE void multiply(float *sums, const uint32_t *row, const uint8_t *panel, con
             panel += layout->segment_bytes;
             codes = panel + layout->codes;
         }
-        for (int i = 0; i < bits; i++) __builtin_prefetch(codes + BYTES_AHEAD + i * VECTOR_BYTES, 0, 2);
+        const uint8_t *fetched = panel + BYTES_AHEAD + b % SEGMENT_BLOCKS * lines * VECTOR_BYTES;
+        for (int64_t i = 0; i < lines; i++) __builtin_prefetch(fetched + i * VECTOR_BYTES, 0, 2);
         for (int g = 0; g < granules; g++) next_scale(&cursor, panel, format, layout, &scales[g], &minima[g]);
         _Pragma("GCC unroll 2") for (int i = 0; i < NUM_REGISTERS; i++) {
             u8_register levels[BLOCK_WORDS];
