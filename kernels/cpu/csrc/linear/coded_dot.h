@@ -20,6 +20,15 @@ INLINE i32_register dot_bytes(i32_register sum, i32_register a, uint32_t b, bool
     return (void)is_wide, (i32_register)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, _mm512_set1_epi32((int)b));
 #elif PAGODA_HALF_REGISTERS && defined(__AVXVNNI__)
     return (void)is_wide, (i32_register)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)a, _mm256_set1_epi32((int)b));
+#elif defined(__AVX512BW__)
+    const __m512i levels = (__m512i)a, row = _mm512_set1_epi32((int)b), low = _mm512_set1_epi16(0xff);
+    if (!is_wide) {
+        const __m512i pairs = _mm512_maddubs_epi16(levels, row);
+        return sum + (i32_register)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+    }
+    const __m512i even = _mm512_madd_epi16(_mm512_and_si512(levels, low), _mm512_srai_epi16(_mm512_slli_epi16(row, 8), 8));
+    const __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(levels, 8), _mm512_srai_epi16(row, 8));
+    return sum + (i32_register)_mm512_add_epi32(even, odd);
 #elif PAGODA_HALF_REGISTERS
     const __m256i levels = (__m256i)a, row = _mm256_set1_epi32((int)b), low = _mm256_set1_epi16(0xff);
     if (!is_wide) {
