@@ -1,6 +1,6 @@
 """CodedLinear: a linear layer's weights as codes of a few bits, packed for the C kernels.
 
-csrc/linear/coded.h draws the layout. A weight is packed once; the tensors it came from are not needed afterwards.
+csrc/coded/codes.h draws the layout. A weight is packed once; the tensors it came from are not needed afterwards.
 """
 
 from __future__ import annotations

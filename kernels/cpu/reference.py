@@ -47,8 +47,8 @@ def quantize_codes(weight: torch.Tensor, bits: int) -> CodedMatrix:
     half, groups = float(1 << bits - 1), F.pad(weight.float(), (0, -width % BLOCK_INPUTS)).view(-1, BLOCK_INPUTS)
     extremes = groups.gather(1, groups.abs().argmax(dim=1, keepdim=True))
     best, most_explained = torch.zeros(len(groups), 1), torch.zeros(len(groups), 1)
-    for step in range(-9, 10):
-        inverse = torch.where(extremes == 0, 0.0, -(half + 0.1 * step) / extremes)
+    for step in range(-4, 5):
+        inverse = torch.where(extremes == 0, 0.0, -(half + 0.2 * step) / extremes)
         codes = (groups * inverse).round().clamp(-half, half - 1)
         product, square = (groups * codes).sum(1, keepdim=True), codes.square().sum(1, keepdim=True)
         explained = torch.where(square > 0, product * product / square, 0.0)

@@ -1,7 +1,7 @@
 /* See linear.h. */
 #include "linear/linear.h"
 
-#include "linear/coded_tiles.h"
+#include "coded/tiles.h"
 #include "runtime/integers.h"
 #include "runtime/scratch.h"
 #include "runtime/threads.h"

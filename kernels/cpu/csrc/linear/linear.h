@@ -8,14 +8,14 @@
  * int8 weights have a scale per output, activations one per row, and both are symmetric; activations are kept as
  * unsigned bytes, offset by 128, because that is what the processor's instruction multiplies.
  *
- * Coded weights have panels of their own (coded.h), and the activations for them are quantized in blocks of 32 inputs.
+ * Coded weights have panels of their own (codes.h), and the activations for them are quantized in blocks of 32 inputs.
  */
 #ifndef PAGODA_LINEAR_H
 #define PAGODA_LINEAR_H
 
 #include <stdint.h>
 
-#include "linear/coded.h"
+#include "coded/codes.h"
 
 enum { PAGODA_F32 = 0, PAGODA_BF16 = 1, PAGODA_INT8 = 2, PAGODA_CODED = 3 };
 enum { ROWS_PER_TILE = 16 };
@@ -23,7 +23,7 @@ enum { PAGODA_SILU = 0, PAGODA_GELU = 1, PAGODA_RELU_SQUARED = 2 }; /* of a feed
 
 /* Packed weights: CWeight in kernels/cpu/bindings.py. */
 typedef struct {
-    const uint32_t *words; /* [panels, num_words, 16]; coded: see coded.h */
+    const uint32_t *words; /* [panels, num_words, 16]; coded: see codes.h */
     const float *scales;   /* [panels * 16]; of int8 and, or NULL, of coded weights */
     const int32_t *sums;   /* [panels * 16], of each output's int8 weights; int8 only */
     const float *bias;     /* [panels * 16], or NULL */

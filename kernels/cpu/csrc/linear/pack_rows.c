@@ -42,7 +42,7 @@ INLINE int32_t quantize_half(uint8_t *to, f32x16 values, float inverse) {
 }
 
 /* The words of a row for coded weights: of each block eight words of bytes, the scale, and three sums times the scale
- * (coded_tiles.h). Zeros follow the last element. */
+ * (coded/codes.h). Zeros follow the last element. */
 static void make_coded_words(const float *row, int64_t width, uint32_t *words) {
     for (int64_t i = 0; i < width; i += BLOCK_INPUTS, words += ROW_BLOCK_WORDS) {
         const f32x16 halves[2] = {f32x16_load(row + i), i + LANES < width ? f32x16_load(row + i + LANES) : (f32x16){0}};

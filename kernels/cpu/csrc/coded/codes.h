@@ -29,8 +29,8 @@
  * A block of a row of activations is twelve words: eight of signed bytes, their scale, and three sums times the scale, of
  * the first 16 inputs, of the others, and of all.
  */
-#ifndef PAGODA_CODED_H
-#define PAGODA_CODED_H
+#ifndef PAGODA_CODES_H
+#define PAGODA_CODES_H
 
 #include <stdint.h>
 

@@ -2,7 +2,7 @@
 #ifndef PAGODA_CODED_DOT_H
 #define PAGODA_CODED_DOT_H
 
-#include "linear/coded.h"
+#include "coded/codes.h"
 #include "runtime/register.h"
 
 typedef int32_t i32_register __attribute__((vector_size(REGISTER_LANES * 4)));

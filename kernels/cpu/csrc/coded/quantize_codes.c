@@ -1,13 +1,13 @@
 /* See quantize_codes.h. */
-#include "linear/quantize_codes.h"
+#include "coded/quantize_codes.h"
 
-#include "linear/coded.h"
+#include "coded/codes.h"
 #include "runtime/integers.h"
 #include "runtime/threads.h"
 #include "runtime/vector.h"
 
-enum { CANDIDATES = 9 }; /* on either side */
-static const float CANDIDATE_STEP = 0.1f; /* of the lowest code */
+enum { CANDIDATES = 4 }; /* on either side */
+static const float CANDIDATE_STEP = 0.2f; /* of the lowest code */
 
 /* Arguments of pagoda_quantize_codes. */
 typedef struct {

@@ -1,8 +1,8 @@
-/* Decoding of coded weights (coded.h) in registers. */
+/* Decoding of coded weights (codes.h) in registers. */
 #ifndef PAGODA_CODED_DECODE_H
 #define PAGODA_CODED_DECODE_H
 
-#include "linear/coded.h"
+#include "coded/codes.h"
 #include "runtime/register.h"
 
 enum { REGISTER_BYTES = REGISTER_LANES * 4, VECTOR_BYTES = LANES * 4 };

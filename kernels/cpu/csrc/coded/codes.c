@@ -1,7 +1,7 @@
-/* See coded.h. */
-#include "linear/coded.h"
+/* See codes.h. */
+#include "coded/codes.h"
 
-#include "linear/coded_decode.h"
+#include "coded/decode.h"
 #include "runtime/integers.h"
 
 pagoda_panel_layout pagoda_layout_of_panel(const pagoda_code_format *format, int64_t in_features) {

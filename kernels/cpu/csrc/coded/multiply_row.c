@@ -1,6 +1,6 @@
-/* See pagoda_multiply_coded_row in coded.h. */
-#include "linear/coded_decode.h"
-#include "linear/coded_dot.h"
+/* See pagoda_multiply_coded_row in codes.h. */
+#include "coded/decode.h"
+#include "coded/dot.h"
 #include "runtime/integers.h"
 
 enum { NUM_REGISTERS = LANES / REGISTER_LANES, BYTES_AHEAD = 3072 /* that are fetched */ };

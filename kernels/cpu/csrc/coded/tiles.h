@@ -1,12 +1,11 @@
-/* The inner loops of linear.c for coded weights: rows of signed bytes with decoded blocks (see coded.h).
+/* The inner loops of linear.c (linear/) for coded weights: rows of signed bytes with decoded blocks (see codes.h).
  *
  * Products of bytes are summed exactly, so only the order of blocks counts for the bits of a sum, and that is always the
  * same. */
 #ifndef PAGODA_CODED_TILES_H
 #define PAGODA_CODED_TILES_H
 
-#include "linear/coded_dot.h"
-#include "linear/linear.h"
+#include "coded/dot.h"
 
 enum {
 #if PAGODA_HALF_REGISTERS

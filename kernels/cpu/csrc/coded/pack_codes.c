@@ -1,7 +1,7 @@
-/* See pagoda_pack_codes in coded.h. */
+/* See pagoda_pack_codes in codes.h. */
 #include <string.h>
 
-#include "linear/coded.h"
+#include "coded/codes.h"
 #include "runtime/integers.h"
 #include "runtime/threads.h"
 #include "runtime/vector.h"
