@@ -21,6 +21,7 @@ from tests.engine.checkpoints import build_model, save_checkpoint
 from tests.engine.models.decoder.dense_families import save_dense_model
 from tests.engine.models.decoder.gemma.gemma_families import save_gemma_model
 from tests.engine.models.decoder.recurrent.recurrent_families import save_recurrent_model
+from tests.engine.models.gguf import converted
 from tests.engine.oracle import Activity, random_tokens, run
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compiler")
@@ -109,8 +110,8 @@ def checkpoint_with_experts(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def make_llm(path: str, kind: str, **options: Any) -> LLM:
     dtypes = {"dtype": "float32"} if kind == "float32" else {"dtype": "bfloat16"}
-    if kind == "int8":
-        dtypes["quantization"] = "int8"
+    if kind in ("int8", "int4"):
+        dtypes["quantization"] = kind
     fixed = {"device": "cpu", "skip_tokenizer_init": True, "num_threads": 1, "max_decode_slowdown": None}
     sizes = {} if "num_blocks" in options else {"kv_cache_memory": "64MiB"}
     return LLM(path, **fixed | dtypes | sizes | options)
@@ -167,11 +168,11 @@ def check(recorder: LogitsRecorder, path: str, kind: str, settings: Sequence[str
         assert [ids for ids in seen if seen[ids] != logits[ids]] == [], setting
 
 
-KINDS = ["float32", "bfloat16", "int8"]
+KINDS = ["float32", "bfloat16", "int8", "int4"]
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind == "bfloat16" else pytest.mark.long) for kind in KINDS]
+    "kind", [pytest.param(kind, marks=() if kind in ("bfloat16", "int4") else pytest.mark.long) for kind in KINDS]
 )
 def test_forty_answers_in_a_few_settings(recorder: LogitsRecorder, checkpoint: str, kind: str) -> None:
     if kind == "int8" and not has_int8():
@@ -179,7 +180,9 @@ def test_forty_answers_in_a_few_settings(recorder: LogitsRecorder, checkpoint: s
     check(recorder, checkpoint, kind, FEW_SETTINGS, 40)
 
 
-@pytest.mark.parametrize("kind", [*(pytest.param(kind, marks=pytest.mark.long) for kind in KINDS[:2]), KINDS[2]])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind == "int8" else pytest.mark.long) for kind in KINDS]
+)
 def test_forty_answers_of_experts_in_a_few_settings(
     recorder: LogitsRecorder, checkpoint_with_experts: str, kind: str
 ) -> None:
@@ -221,6 +224,15 @@ def test_recurrent_layers_in_a_few_settings(recorder: LogitsRecorder, family: st
     _, path = save_recurrent_model(family, tmp_path)
     settings = ("all at once, three threads", "chunks of 17", "alone, cached", "migrated, warm")
     check(recorder, path, "bfloat16", settings, 8)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(name, marks=pytest.mark.long) for name in ("qwen3moe", "qwen35"))]
+)
+def test_codes_of_gguf_files_in_a_few_settings(recorder: LogitsRecorder, name: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    converted.write_gguf(converted.build_model(name, vocab_size=400), name, path)
+    check(recorder, str(path), "bfloat16", ("all at once, three threads", "chunks of 17", "migrated, warm"), 12)
 
 
 @pytest.mark.exhaustive("a hundred answers; CI compares forty of each kind of model")
