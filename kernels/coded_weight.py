@@ -113,11 +113,6 @@ class CodedMatrix:
         return self.codes.shape
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of all parts."""
-        return sum(part.nbytes for part in self.parts.values())
-
-    @property
     def parts(self) -> dict[str, torch.Tensor]:
         """The tensors by name. Each has a row for each output."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -151,11 +146,6 @@ class CodedWeight:
     """
 
     sections: tuple[CodedMatrix, ...]
-
-    @property
-    def shape(self) -> torch.Size:
-        """Outputs and inputs."""
-        return torch.Size((sum(section.shape[0] for section in self.sections), self.sections[0].shape[1]))
 
     def chunk(self, count: int) -> list[CodedWeight]:
         """Return as many parts with equally many outputs; the weight has one format."""

@@ -19,12 +19,12 @@ from pathlib import Path
 import torch
 
 from engine.errors import ModelLoadError, listed
-from engine.models.checkpoint.coded_reading import code_format_of, read_coded
 from engine.models.checkpoint.composed_weight import ComposedWeight, Entry, read_composed, tensors_of, weights_of
 from engine.models.checkpoint.files.chosen_files import chosen_file
 from engine.models.checkpoint.files.safetensors_header import StoredTensor
 from engine.models.checkpoint.files.shard_index import join_shards, read_index
 from engine.models.checkpoint.files.tensor_files import TensorFiles
+from engine.models.checkpoint.formats.coded_reading import code_format_of, read_coded
 from engine.models.checkpoint.formats.gguf import gguf_entries
 from engine.models.checkpoint.formats.table import group_weights
 from engine.models.checkpoint.gpt_oss_experts import with_stacked_experts
