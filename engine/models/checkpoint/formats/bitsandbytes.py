@@ -25,7 +25,9 @@ import torch
 
 from engine.models.checkpoint.formats.module_tensors import ModuleTensors
 from engine.models.checkpoint.packed_weight import PackedWeight
+from kernels.coded_weight import CodedMatrix, CodeFormat
 from kernels.dequant.bitsandbytes import dequantise_4bit, dequantise_int8, dequantise_nested
+from kernels.dequant.coded_groups import coded_groups, format_of_groups
 
 __all__ = ["Bitsandbytes4Weight", "Bitsandbytes8Weight", "bitsandbytes_weights"]
 
@@ -88,6 +90,18 @@ class Bitsandbytes8Weight(PackedWeight):
     ) -> torch.Tensor:
         """Return rows of the matrix in float32."""
         return dequantise_int8(parts["weight"], parts["maxima"].view(-1)[rows.start : rows.stop])
+
+    @property
+    def code_format(self) -> CodeFormat | None:
+        """How its codes are kept as they are."""
+        columns = self.shape[-1]
+        return format_of_groups(8, columns, columns, torch.float32, zero=128.0)
+
+    def coded(self, parts: Mapping[str, torch.Tensor], rows: range) -> CodedMatrix:
+        """Return rows of the matrix as codes."""
+        form, maxima = self.code_format, parts["maxima"].view(-1, 1)[rows.start : rows.stop]
+        assert form is not None
+        return coded_groups(form, parts["weight"].view(torch.uint8) ^ 128, maxima / 127)
 
 
 def bitsandbytes_weights(module: ModuleTensors) -> Iterator[PackedWeight]:

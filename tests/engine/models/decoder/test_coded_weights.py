@@ -16,6 +16,7 @@ from engine.sampling_params import SamplingParams
 from kernels.coded_weight import CodedMatrix
 from kernels.cpu.coded_linear import CodedLinear
 from kernels.cpu.library import library
+from tests.engine.models.checkpoint.formats import test_bitsandbytes as of_bitsandbytes
 from tests.engine.models.checkpoint.formats import test_compressed_integers as of_integers
 from tests.engine.models.checkpoint.formats import test_fp4 as of_fp4
 from tests.engine.models.checkpoint.formats import test_gptq_awq as of_gptq_awq
@@ -36,6 +37,7 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "int4": lambda path: of_integers.save("int4 symmetric", path).path,
     "mxfp4": lambda path: of_fp4.save("mxfp4", path).path,
     "nvfp4": lambda path: of_fp4.save("modelopt", path).path,
+    "bitsandbytes": lambda path: of_bitsandbytes.save("int8", path).path,
     "mlx": lambda path: of_mlx.save(4, path).path,
     "llama": lambda path: gguf(path, "llama"),
     "qwen3": lambda path: gguf(path, "qwen3"),
