@@ -50,10 +50,13 @@ static void decode_scales(uint8_t *blocks, int64_t block_bytes, const uint8_t *s
     for (int64_t b = 0; b < num_blocks; b++, blocks += block_bytes) {
         float *scales = (float *)(blocks + BLOCK_WORDS * VECTOR_BYTES), *minima = scales + per_block * LANES;
         for (int g = 0; g < per_block; g++) {
-            f32x16 scale, minimum;
-            next_scale(&cursor, segment, format, layout, &scale, &minimum);
-            f32x16_store(scales + g * LANES, scale);
-            f32x16_store(minima + g * LANES, minimum);
+            const granule_cursor at = advance(&cursor, format);
+            for (int lane = 0; lane < LANES; lane += REGISTER_LANES) {
+                f32_register scale, minimum;
+                load_scale(at, segment, format, layout, lane, &scale, &minimum);
+                register_store(scales + g * LANES + lane, scale);
+                register_store(minima + g * LANES + lane, minimum);
+            }
         }
     }
 }
@@ -96,12 +99,14 @@ void pagoda_decode_output(float *output, const uint8_t *panel, int64_t lane, con
     const pagoda_panel_layout layout = pagoda_layout_of_panel(format, in_features);
     for (int64_t first = 0; first < in_features; first += SEGMENT_INPUTS, panel += layout.segment_bytes) {
         granule_cursor cursor = first_granule(format);
-        f32x16 scale, minimum;
+        f32_register scale, minimum;
+        const int first_lane = (int)lane / REGISTER_LANES * REGISTER_LANES, own = (int)lane % REGISTER_LANES;
         for (int64_t input = 0; input < min(SEGMENT_INPUTS, in_features - first); input++) {
             int level = code_of(panel + layout.codes, input, lane, format->bits);
             if (format->has_levels) level = format->levels[level];
-            if (input % format->granule == 0) next_scale(&cursor, panel, format, &layout, &scale, &minimum);
-            output[first + input] = (scale[lane] * (float)level - minimum[lane]) * multiplier;
+            if (input % format->granule == 0)
+                load_scale(advance(&cursor, format), panel, format, &layout, first_lane, &scale, &minimum);
+            output[first + input] = (scale[own] * (float)level - minimum[own]) * multiplier;
         }
     }
 }

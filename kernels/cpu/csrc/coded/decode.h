@@ -81,42 +81,40 @@ INLINE float float_of_f16(uint16_t half) {
     return value;
 }
 
-/* 16 outer factors. */
-INLINE f32x16 load_outer(const uint8_t *from, int type) {
-    if (type == OUTER_F32) return f32x16_load((const float *)from);
-    if (type == OUTER_BF16) return bf16_load((const bf16 *)from);
-    f32x16 values;
+/* Outer factors of a register's outputs, from `lane` on. */
+INLINE f32_register load_outer(const uint8_t *from, int type, int lane) {
+    if (type == OUTER_F32) return register_load((const float *)from + lane);
+    const uint8_t *halves = from + 2 * lane;
 #if defined(__AVX512F__)
-    values = (f32x16)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
-#elif defined(__F16C__) && defined(__FMA__)
-    const __m256 halves[2] = {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from)),
-                              _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from + 1))};
-    memcpy(&values, halves, sizeof values);
+    const __m256i words = _mm256_loadu_si256((const __m256i *)halves);
+    if (type == OUTER_F16) return (f32_register)_mm512_cvtph_ps(words);
+    return (f32_register)_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16);
+#elif PAGODA_HALF_REGISTERS && defined(__F16C__)
+    const __m128i words = _mm_loadu_si128((const __m128i *)halves);
+    if (type == OUTER_F16) return (f32_register)_mm256_cvtph_ps(words);
+    return (f32_register)_mm256_slli_epi32(_mm256_cvtepu16_epi32(words), 16);
 #else
-    uint16_t parts[LANES];
-    memcpy(parts, from, sizeof parts);
-    for (int lane = 0; lane < LANES; lane++) values[lane] = float_of_f16(parts[lane]);
-#endif
+    f32_register values;
+    uint16_t words[REGISTER_LANES];
+    memcpy(words, halves, sizeof words);
+    for (int i = 0; i < REGISTER_LANES; i++)
+        values[i] = type == OUTER_F16 ? float_of_f16(words[i]) : bf16_to_float(words[i]);
     return values;
+#endif
 }
 
-/* 16 bytes as floats. GCC converts vectors of bytes one by one. */
-INLINE f32x16 load_bytes(const uint8_t *from, bool is_signed) {
+/* Bytes of a register's outputs as floats, from `lane` on. GCC converts vectors of bytes one by one. */
+INLINE f32_register load_bytes(const uint8_t *from, bool is_signed, int lane) {
+    from += lane;
 #if defined(__AVX512F__)
     const __m128i bytes = _mm_loadu_si128((const __m128i *)from);
-    return (f32x16)_mm512_cvtepi32_ps(is_signed ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+    return (f32_register)_mm512_cvtepi32_ps(is_signed ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
 #elif PAGODA_HALF_REGISTERS
-    __m256 halves[2];
-    f32x16 values;
-    for (int half = 0; half < 2; half++) {
-        const __m128i bytes = _mm_loadl_epi64((const __m128i *)(from + 8 * half));
-        halves[half] = _mm256_cvtepi32_ps(is_signed ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
-    }
-    memcpy(&values, halves, sizeof values);
-    return values;
+    const __m128i bytes = _mm_loadl_epi64((const __m128i *)from);
+    return (f32_register)_mm256_cvtepi32_ps(is_signed ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
 #else
-    f32x16 values;
-    for (int lane = 0; lane < LANES; lane++) values[lane] = (float)(is_signed ? (int8_t)from[lane] : from[lane]);
+    f32_register values;
+    for (int i = 0; i < REGISTER_LANES; i++) values[i] = (float)(is_signed ? (int8_t)from[i] : from[i]);
     return values;
 #endif
 }
@@ -130,22 +128,27 @@ INLINE granule_cursor first_granule(const pagoda_code_format *format) {
     return (granule_cursor){0, 0, format->granules_per_outer};
 }
 
-/* Scale and minimum of the next granule of a segment. */
-INLINE void next_scale(granule_cursor *cursor, const uint8_t *segment, const pagoda_code_format *format,
-                       const pagoda_panel_layout *layout, f32x16 *scale, f32x16 *minimum) {
-    const int64_t outer_bytes = LANES * (format->outer_type == OUTER_F32 ? 4 : 2);
-    const int granule = cursor->granule++;
-    if (granule == cursor->next_outer) cursor->outer++, cursor->next_outer += format->granules_per_outer;
-    const uint8_t *outer = segment + cursor->outer * outer_bytes;
-    *scale = load_outer(outer, format->outer_type);
-    if (format->has_inner) *scale *= load_bytes(segment + layout->inner_scales + granule * LANES, true);
+/* Goes to the next granule, and returns the one before. */
+INLINE granule_cursor advance(granule_cursor *cursor, const pagoda_code_format *format) {
+    if (cursor->granule == cursor->next_outer) cursor->outer++, cursor->next_outer += format->granules_per_outer;
+    const granule_cursor at = *cursor;
+    cursor->granule++;
+    return at;
+}
+
+/* Scale and minimum of a granule, of a register's outputs from `lane` on. */
+INLINE void load_scale(granule_cursor at, const uint8_t *segment, const pagoda_code_format *format,
+                       const pagoda_panel_layout *layout, int lane, f32_register *scale, f32_register *minimum) {
+    const uint8_t *outer = segment + at.outer * LANES * (format->outer_type == OUTER_F32 ? 4 : 2);
+    *scale = load_outer(outer, format->outer_type, lane);
+    if (format->has_inner) *scale *= load_bytes(segment + layout->inner_scales + at.granule * LANES, true, lane);
     if (format->zero_kind == ZERO_CONSTANT) {
         *minimum = *scale * format->zero;
     } else if (format->zero_kind == ZERO_POINTS) {
-        *minimum = *scale * load_bytes(segment + layout->zero_points + cursor->outer * LANES, false);
+        *minimum = *scale * load_bytes(segment + layout->zero_points + at.outer * LANES, false, lane);
     } else {
-        *minimum = load_outer(outer + layout->outer_minima, format->outer_type);
-        if (format->has_inner) *minimum *= load_bytes(segment + layout->inner_minima + granule * LANES, false);
+        *minimum = load_outer(outer + layout->outer_minima, format->outer_type, lane);
+        if (format->has_inner) *minimum *= load_bytes(segment + layout->inner_minima + at.granule * LANES, false, lane);
     }
 }
 

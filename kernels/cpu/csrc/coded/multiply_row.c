@@ -14,7 +14,7 @@ INLINE void multiply(float *sums, const uint32_t *row, const uint8_t *panel, con
     granule_cursor cursor = first_granule(format);
     const int64_t lines = divide_up(layout->segment_bytes, SEGMENT_BLOCKS * VECTOR_BYTES); /* for each block */
     for (int64_t b = 0; b < num_blocks; b++, codes += bits * VECTOR_BYTES, row += ROW_BLOCK_WORDS) {
-        f32x16 scales[2], minima[2];
+        granule_cursor at[2];
         if (b && b % SEGMENT_BLOCKS == 0) {
             cursor = first_granule(format);
             panel += layout->segment_bytes;
@@ -22,7 +22,7 @@ INLINE void multiply(float *sums, const uint32_t *row, const uint8_t *panel, con
         }
         const uint8_t *fetched = panel + BYTES_AHEAD + b % SEGMENT_BLOCKS * lines * VECTOR_BYTES;
         for (int64_t i = 0; i < lines; i++) __builtin_prefetch(fetched + i * VECTOR_BYTES, 0, 2);
-        for (int g = 0; g < granules; g++) next_scale(&cursor, panel, format, layout, &scales[g], &minima[g]);
+        for (int g = 0; g < granules; g++) at[g] = advance(&cursor, format);
         _Pragma("GCC unroll 2") for (int i = 0; i < NUM_REGISTERS; i++) {
             u8_register levels[BLOCK_WORDS];
             decode_levels(levels, codes, bits, has_levels, table, i * REGISTER_BYTES);
@@ -32,10 +32,9 @@ INLINE void multiply(float *sums, const uint32_t *row, const uint8_t *panel, con
                 f32_register scale, minimum;
                 _Pragma("GCC unroll 8") for (int k = g * words; k < (g + 1) * words; k++)
                     dots = dot_bytes(dots, (i32_register)levels[k], row[k], bits == 8 || has_levels);
-                memcpy(&scale, (const char *)&scales[g] + i * REGISTER_BYTES, sizeof scale);
-                memcpy(&minimum, (const char *)&minima[g] + i * REGISTER_BYTES, sizeof minimum);
+                load_scale(at[g], panel, format, layout, i * REGISTER_LANES, &scale, &minimum);
                 sum[i] = add_granule(sum[i], dots, scale, minimum, float_of_word(row[ROW_SCALE]),
-                                     float_of_word(row[ROW_SUMS + (granules == 1 ? 2 : g)]));
+                                     float_of_word(row[ROW_SUMS + (granules == 1 ? 2 : g)]), bits == 8 || has_levels);
             }
         }
     }

@@ -61,7 +61,7 @@ typedef void (*coded_tile)(float *sums, const uint32_t *rows, int64_t row_step, 
                             const int at = ROW_SUMS + (GRANULES == 1 ? 2 : g);                                        \
                             sum[p][r] = add_granule(sum[p][r], dots[p][r], scale, minimum,                            \
                                                     float_of_word(row[ROW_SCALE * row_step + r]),                     \
-                                                    float_of_word(row[at * row_step + r]));                           \
+                                                    float_of_word(row[at * row_step + r]), IS_WIDE);                  \
                         }                                                                                             \
                     }                                                                                                 \
                 }                                                                                                     \
