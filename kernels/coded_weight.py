@@ -19,6 +19,7 @@ import torch
 
 __all__ = [
     "BLOCK_INPUTS",
+    "SEGMENT_INPUTS",
     "CodeFormat",
     "CodedMatrix",
     "CodedWeight",
@@ -30,6 +31,7 @@ __all__ = [
 ]
 
 BLOCK_INPUTS = 32  # inputs that are packed together
+SEGMENT_INPUTS = 256  # whose factors are packed together: groups have a power of two of inputs, or a multiple of it
 
 OuterType = Literal["float16", "bfloat16", "float32"]
 Zero = Literal["constant", "points", "minima"]
@@ -60,6 +62,14 @@ class CodeFormat:
     zero: float = 0.0
     levels: tuple[int, ...] = ()
     has_output_scales: bool = False
+
+    def __post_init__(self) -> None:
+        """Assert that the kernels know it."""
+        outers = self.granules_per_outer
+        assert 2 <= self.bits <= 8
+        assert self.granule in (16, 32)
+        assert outers & outers - 1 == 0 or outers * self.granule % SEGMENT_INPUTS == 0
+        assert not self.levels or (self.bits == 4 and len(self.levels) == 16)
 
     @property
     def group(self) -> int:

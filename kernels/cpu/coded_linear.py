@@ -13,7 +13,7 @@ from types import MappingProxyType
 import torch
 from torch.nn import functional as F
 
-from kernels.coded_weight import BLOCK_INPUTS, CodedMatrix, CodedWeight, CodeFormat, Section
+from kernels.coded_weight import BLOCK_INPUTS, SEGMENT_INPUTS, CodedMatrix, CodedWeight, CodeFormat, Section
 from kernels.cpu.bindings import CCodedPanels, CCodeFormat, CWeight, address
 from kernels.cpu.library import require
 from kernels.cpu.linear import LANES, PANELS_AT_ONCE, PackedLinear, WeightKind
@@ -22,7 +22,6 @@ from kernels.cpu.memory import huge_zeros
 __all__ = ["NOT_CODED", "SECTION_OUTPUTS", "Coded", "CodedLinear", "format_at_load", "packed_linear", "quantize_codes"]
 
 SECTION_OUTPUTS = LANES * PANELS_AT_ONCE  # that are read together
-SEGMENT_INPUTS = 256  # whose factors and codes are together
 _VECTOR_BYTES = 64
 _OUTER_TYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 _ZERO_KINDS = ("constant", "points", "minima")

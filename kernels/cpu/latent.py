@@ -63,7 +63,7 @@ class PackedLatent:
 
     def __init__(self, sizes: LatentSizes, kind: WeightKind, coded: Coded = NOT_CODED) -> None:
         self.sizes = sizes
-        heads, inner = sizes.num_heads, WeightKind.BFLOAT16 if kind.is_quantized else kind
+        heads, inner = sizes.num_heads, WeightKind.BFLOAT16 if kind.has_output_sums else kind
         self.query: PackedLinear | None = None
         if sizes.query_rank is not None:
             self.query = packed_linear(

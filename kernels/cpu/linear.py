@@ -45,7 +45,7 @@ class WeightKind(IntEnum):
     CODED = 3  # see kernels/coded_weight.py; activations are quantized in blocks of 32 inputs
 
     @property
-    def is_quantized(self) -> bool:
+    def has_output_sums(self) -> bool:
         """Whether each output has a scale, and the sum of its weights is kept."""
         return self is WeightKind.INT8
 
@@ -92,8 +92,8 @@ class PackedLinear:
         panels = -(-out_features // (LANES * PANELS_AT_ONCE)) * PANELS_AT_ONCE
         num_words = words_per_row(kind, in_features)
         self.words = huge_zeros((panels * num_words * LANES,), torch.int32)  # unused lanes stay zero
-        self._scales = torch.zeros(panels * LANES) if kind.is_quantized else None
-        self._sums = torch.zeros(panels * LANES, dtype=torch.int32) if kind.is_quantized else None
+        self._scales = torch.zeros(panels * LANES) if kind.has_output_sums else None
+        self._sums = torch.zeros(panels * LANES, dtype=torch.int32) if kind.has_output_sums else None
         self._bias = torch.zeros(panels * LANES) if has_bias else None
         self.c_weight = CWeight(
             self.words.data_ptr(),

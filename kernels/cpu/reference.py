@@ -32,7 +32,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kin
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return int8 [rows, width] and float32 scales [rows, 1]: the largest element of a row becomes 127 or -127."""
     largest = x.float().abs().amax(dim=1, keepdim=True)
-    inverse = torch.where(largest > 0, 127 / largest, 0)
+    inverse = torch.where(largest > 0, torch.full_like(largest, 127) / largest, 0)  # 127 / x would round twice
     return (x.float() * inverse).round().to(torch.int8), largest / 127
 
 
@@ -46,15 +46,15 @@ def quantize_codes(weight: torch.Tensor, bits: int) -> CodedMatrix:
     num_rows, width = weight.shape
     half, groups = float(1 << bits - 1), F.pad(weight.float(), (0, -width % BLOCK_INPUTS)).view(-1, BLOCK_INPUTS)
     extremes = groups.gather(1, groups.abs().argmax(dim=1, keepdim=True))
+    parts = torch.where(extremes == 0, 0.0, groups / extremes)
     best, most_explained = torch.zeros(len(groups), 1), torch.zeros(len(groups), 1)
     for step in range(-4, 5):
-        inverse = torch.where(extremes == 0, 0.0, -(half + 0.2 * step) / extremes)
-        codes = (groups * inverse).round().clamp(-half, half - 1)
-        product, square = (groups * codes).sum(1, keepdim=True), codes.square().sum(1, keepdim=True)
+        codes = (parts * -(half + 0.2 * step)).round().clamp(-half, half - 1)
+        product, square = (parts * codes).sum(1, keepdim=True), codes.square().sum(1, keepdim=True)
         explained = torch.where(square > 0, product * product / square, 0.0)
         best = torch.where(explained > most_explained, product / square, best)
         most_explained = torch.maximum(explained, most_explained)
-    scales = best.bfloat16()
+    scales = (best * extremes).bfloat16()
     codes = (groups * torch.where(scales == 0, 0.0, 1 / scales.float())).round().clamp(-half, half - 1) + half
     return CodedMatrix(
         format=CodeFormat(bits=bits, outer_type="bfloat16", zero=half),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.coded_weight import BLOCK_INPUTS, CodedMatrix, CodeFormat, OuterType, Zero
+from kernels.coded_weight import BLOCK_INPUTS, SEGMENT_INPUTS, CodedMatrix, CodeFormat, OuterType, Zero
 
 __all__ = ["coded_groups", "format_of_groups"]
 
@@ -13,7 +13,6 @@ _TYPES: dict[torch.dtype, OuterType] = {
     torch.bfloat16: "bfloat16",
     torch.float32: "float32",
 }
-_SEGMENT_INPUTS = 256  # a group has a power of two of inputs, or whole segments
 _ALL_INPUTS = 2**24  # of a group that has them all
 
 
@@ -43,7 +42,7 @@ def format_of_groups(
     if group_size >= columns:
         group_size = _ALL_INPUTS
     is_power = group_size & group_size - 1 == 0
-    if not 2 <= bits <= 8 or group_size < 16 or not (is_power or group_size % _SEGMENT_INPUTS == 0):
+    if not 2 <= bits <= 8 or group_size < 16 or not (is_power or group_size % SEGMENT_INPUTS == 0):
         return None
     granule = min(group_size, BLOCK_INPUTS)
     return CodeFormat(

@@ -1,6 +1,6 @@
 """plan_codes: which weights of a quantised checkpoint the C kernels compute from their codes, and in which formats.
 
-It is decided from the files' headers, before memory is allocated. Every other weight is dequantised when it is read.
+It is decided before memory is allocated and weights are read. Every other weight is dequantised when it is read.
 """
 
 from __future__ import annotations

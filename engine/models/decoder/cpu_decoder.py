@@ -69,7 +69,7 @@ def can_run(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bo
 
 def head_is_embedding(config: ModelConfig, parallel: TensorParallel, kind: WeightKind) -> bool:
     """Return whether the embedding is read from the head's packed weights, so that memory holds them once."""
-    return config.tie_word_embeddings and parallel.size == 1 and not kind.is_quantized
+    return config.tie_word_embeddings and parallel.size == 1 and kind is not WeightKind.INT8
 
 
 class CpuDecoder:

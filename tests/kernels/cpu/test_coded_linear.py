@@ -77,18 +77,20 @@ def rows_of(count: int, columns: int) -> torch.Tensor:
     return torch.randn(count, columns, generator=torch.Generator().manual_seed(count))
 
 
+def _without_zeros(matrix: CodedMatrix) -> CodedMatrix:
+    """Return a weight whose numbers are scale * level."""
+    zeros = {
+        name: torch.zeros_like(part) for name, part in matrix.parts.items() if name in ("zero_points", "outer_minima")
+    }
+    return replace(matrix.with_parts(matrix.parts | zeros), format=replace(matrix.format, zero=0.0))
+
+
 def error(x: torch.Tensor, layer: CodedLinear, *matrices: CodedMatrix) -> float:
     """Return the largest error of the layer's results, relative to the sum of the absolute products."""
     wanted = torch.cat([reference.coded_linear(x, matrix) for matrix in matrices], dim=1)
     rows = reference.quantize_blocks(x).abs().double()
-    terms = [replace(m.format, zero=0.0) for m in matrices]
-    magnitudes = torch.cat(
-        [
-            rows @ (decode(m).abs() + decode(replace(m, format=form)).abs()).double().t()
-            for m, form in zip(matrices, terms, strict=True)
-        ],
-        dim=1,
-    )
+    terms = [rows @ (decode(m).abs() + decode(_without_zeros(m)).abs()).double().t() for m in matrices]
+    magnitudes = torch.cat(terms, dim=1)
     return float(((linear(x, layer) - wanted).abs() / magnitudes.clamp(min=1e-6)).max())
 
 
@@ -168,6 +170,28 @@ def test_a_nan_in_a_row_is_not_lost() -> None:
     results = linear(x, layer).isnan()
     assert results[1].all()
     assert not results[[0, 2]].any()
+
+
+def test_tiny_activations_give_zeros_and_tiny_weights_too() -> None:
+    assert not linear(torch.full((2, 96), 1e-37), packed(random_matrix(FORMATS["Q4_0"], 64, 96))).any()
+    assert not decode(quantize_codes(torch.full((16, 64), 1e-36), 4)).any()
+
+
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e18, 3e37])
+def test_weights_of_any_size_are_quantized_as_well(size: float) -> None:
+    weight = rows_of(64, 96) / 4
+    values = decode(quantize_codes(weight * size, 4)) / size
+    assert float((values - weight).norm() / weight.norm()) < 0.1
+
+
+def test_the_panels_layout_is_that_of_c() -> None:
+    """What Python writes, C reads: each kind of factor is seen by a result."""
+    for name in FORMATS:
+        matrix = random_matrix(FORMATS[name], 64, 300)
+        for part in matrix.parts:
+            changed = matrix.with_parts(matrix.parts | {part: matrix.parts[part].flip(0)})
+            assert error(rows_of(2, 300), packed(changed), changed) < TOLERANCE
+            assert error(rows_of(2, 300), packed(changed), matrix) > TOLERANCE
 
 
 def test_zeros_give_zeros() -> None:

@@ -26,7 +26,9 @@ def code_format_of(entry: Entry, shard: Shard | None) -> CodeFormat | None:
     if len(entry.stacked) != is_member:
         return None
     form = entry.code_format
-    if form is None or shard is None or shard.dim == 0:
+    if form is None or (shard is not None and shard.start == shard.stop):
+        return None
+    if shard is None or shard.dim == 0:
         return form
     group = form.group if form.group < shard.full else BLOCK_INPUTS  # of all inputs, or fewer
     is_whole = shard.start % group == 0 and (shard.stop % group == 0 or shard.stop == shard.full)
@@ -73,7 +75,8 @@ def _empty_like(block: CodedMatrix, num_rows: int) -> CodedMatrix:
 def _require_finite(weight: PackedWeight, block: CodedMatrix) -> None:
     for factors in (block.outer_scales, block.outer_minima, block.output_scales):
         if factors is not None and factors.numel() and not bool(factors.abs().max() < _LARGE):  # also of NaN
+            largest = float(factors.float().abs().max())
             raise ModelLoadError(
-                f"'{weight.name}' of '{weight.path}' ({weight.format}) has scales that are NaN, infinite or too large; "
-                "download the file again, or make it again"
+                f"'{weight.name}' of '{weight.path}' ({weight.format}) has a scale of {largest:.3g}, which is not "
+                "finite, or is too large for codes; download the file again, or set quantization to 'dequantize'"
             )

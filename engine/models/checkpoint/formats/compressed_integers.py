@@ -71,11 +71,12 @@ class CompressedIntegers(PackedWeight):
 
     @property
     def code_format(self) -> CodeFormat | None:
-        """How its codes are kept as they are; None if its groups may not be neighbours."""
-        if "group index" in self.parts:
-            return None
+        """How its codes are kept as they are; None if they cannot be."""
+        zeros = self.parts.get("zero point")
+        if "group index" in self.parts or (zeros is not None and zeros.dtype == "I8" and self.bits != 8):
+            return None  # a zero point of a byte may be outside the codes
         dtype = PART_DTYPES[self.parts["scale"].dtype]
-        if "zero point" in self.parts:
+        if zeros is not None:
             return format_of_groups(self.bits, self.group_size, self.shape[-1], dtype, zero_kind="points")
         return format_of_groups(self.bits, self.group_size, self.shape[-1], dtype, zero=float(1 << self.bits - 1))
 

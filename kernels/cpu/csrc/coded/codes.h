@@ -15,10 +15,10 @@
  * A segment has room for the factors of 256 inputs, rounded up to whole cache lines. An outer factor of more inputs is
  * repeated in each segment. So the weights are read in the order of their addresses.
  *
- * A block is 32 inputs: eight words of four bytes (see vector.h) for each output. Its codes are stored in planes of 4, 2
- * and 1 bits, as many as make up the bits of a code, the low bits first. Of the plane of 4 bits, byte i of the vectors 0
- * to 3 has byte i of two words; of the plane of 2 bits, byte i of two vectors has byte i of four words, and so on. Codes of
- * 8 bits are bytes.
+ * A block is 32 inputs: eight words of four bytes (see vector.h) for each output. Its codes are stored in planes of
+ * 4, 2 and 1 bits, as many as make up the bits of a code, the low bits first. Of the plane of 4 bits, byte i of the
+ * vectors 0 to 3 has byte i of two words; of the plane of 2 bits, byte i of two vectors has byte i of four words, and so
+ * on. Codes of 8 bits are bytes.
  *
  * Some blocks of a panel are decoded at a time, to what is alike for all formats, and are then multiplied:
  *
@@ -56,6 +56,8 @@ typedef struct {
 typedef struct {
     int64_t outer_minima, zero_points, inner_scales, inner_minima, codes, segment_bytes, panel_bytes;
 } pagoda_panel_layout;
+
+enum { PANELS_OF_GROUP = 4 };
 
 /* Four panels that are read together: CCodedPanels in kernels/cpu/bindings.py. */
 typedef struct {

@@ -7,6 +7,7 @@
 #include "runtime/vector.h"
 
 enum { CANDIDATES = 4 }; /* on either side */
+static const float SMALLEST_GROUP = 1e-35f; /* whose scale has an inverse; others are zero */
 static const float CANDIDATE_STEP = 0.2f; /* of the lowest code */
 
 /* Arguments of pagoda_quantize_codes. */
@@ -31,13 +32,14 @@ static float best_scale(const f32x16 *group, float half) {
     const float lowest = -f32x16_largest(f32x16_max(-group[0], -group[1]));
     const float extreme = highest > -lowest ? highest : lowest;
     float best = 0, most_explained = 0;
-    if (extreme == 0) return 0;
+    if (!(highest - lowest >= SMALLEST_GROUP)) return 0;
+    const f32x16 parts[2] = {group[0] / extreme, group[1] / extreme}; /* else squares might overflow, or vanish */
     for (int i = -CANDIDATES; i <= CANDIDATES; i++) {
-        const float inverse = -(half + CANDIDATE_STEP * (float)i) / extreme;
+        const float inverse = -(half + CANDIDATE_STEP * (float)i);
         f32x16 with_codes = {0}, of_codes = {0};
         for (int part = 0; part < 2; part++) {
-            const f32x16 code = rounded(group[part], inverse, half);
-            with_codes = f32x16_fma(group[part], code, with_codes);
+            const f32x16 code = rounded(parts[part], inverse, half);
+            with_codes = f32x16_fma(parts[part], code, with_codes);
             of_codes = f32x16_fma(code, code, of_codes);
         }
         const float product = f32x16_sum(with_codes), square = f32x16_sum(of_codes);
@@ -46,7 +48,7 @@ static float best_scale(const f32x16 *group, float half) {
             most_explained = product * product / square;
         }
     }
-    return best;
+    return best * extreme;
 }
 
 /* Quantizes a row. */

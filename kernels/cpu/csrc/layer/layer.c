@@ -86,12 +86,14 @@ void pagoda_mixer_half(const pagoda_layer *layer, const pagoda_step *step, const
     const bool has_attention = layer->num_heads > 0;
     if (!has_attention && !recurrent) return;
     pagoda_rows rows = {step->words, step->row_scales, step->num_tokens};
-    pagoda_pack_rows(&rows, step->hidden, 0, recurrent ? recurrent->input.kind : layer->qkv.kind, layer->hidden_size,
-                     layer->input_norm, layer->eps);
+    const int32_t kind = recurrent ? recurrent->input.kind : layer->qkv.kind;
+    pagoda_pack_rows(&rows, step->hidden, 0, kind, layer->hidden_size, layer->input_norm, layer->eps);
     if (recurrent) {
         pagoda_recurrent_call call = {step->sequences, &rows, step->wide, step->mixed, cache->conv_state, cache->state};
         pagoda_compute_recurrent(recurrent, &call);
     }
+    if (has_attention && layer->qkv.kind != kind)
+        pagoda_pack_rows(&rows, step->hidden, 0, layer->qkv.kind, layer->hidden_size, layer->input_norm, layer->eps);
     if (has_attention) /* changes the rows and the hidden states */
         (layer->latent ? add_latent_attention : add_attention)(layer, step, &rows, cache);
     if (!recurrent) return;

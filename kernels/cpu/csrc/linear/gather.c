@@ -37,9 +37,10 @@ static void gather_packed_row(void *args, int64_t index) {
     const int64_t width = table->in_features, num_words = pagoda_num_words(table->kind, table->in_features);
     const int64_t row = call->rows[index];
     if (table->kind == PAGODA_CODED) {
-        const pagoda_coded_panels *group = &table->coded[row / (4 * LANES)];
+        const pagoda_coded_panels *group = &table->coded[row / (PANELS_OF_GROUP * LANES)];
         const int64_t panel_bytes = pagoda_layout_of_panel(group->format, width).panel_bytes;
-        const uint8_t *panel = (const uint8_t *)table->words + group->start + row / LANES % 4 * panel_bytes;
+        const int64_t start = group->start + row / LANES % PANELS_OF_GROUP * panel_bytes;
+        const uint8_t *panel = (const uint8_t *)table->words + start;
         const float multiplier = call->multiplier * (table->scales ? table->scales[row] : 1);
         pagoda_decode_output(call->output + index * width, panel, row % LANES, group->format, width, multiplier);
         return;

@@ -8,7 +8,7 @@
 #include "runtime/vector.h"
 
 enum {
-    MAX_PANELS_AT_ONCE = 4,
+    MAX_PANELS_AT_ONCE = PANELS_OF_GROUP,
     BYTES_PER_PART = 256 * 1024,
     MOST_ROWS_PER_BLOCK = 256, /* every panel reads a block. On Zen 4, 128 to 512 rows are as fast */
     MOST_GROUPS_PER_PART = 4,
@@ -31,7 +31,7 @@ pagoda_epilogue pagoda_epilogue_of(int32_t activation) {
 
 pagoda_weight pagoda_part_of_weight(const pagoda_weight *all, int64_t index, int64_t stride, int64_t outputs) {
     pagoda_weight weight = *all;
-    if (all->kind == PAGODA_CODED) weight.coded += index * stride / (LANES * MAX_PANELS_AT_ONCE);
+    if (all->kind == PAGODA_CODED) weight.coded += index * stride / (LANES * PANELS_OF_GROUP);
     else weight.words += index * stride * pagoda_num_words(all->kind, all->in_features);
     if (all->scales) weight.scales += index * stride;
     if (all->sums) weight.sums += index * stride;
@@ -175,27 +175,30 @@ static void multiply_group(const linear_call *call, int64_t panel, int64_t row, 
 static void multiply_segment(const linear_call *call, float *sums, int64_t panel, const uint8_t *panels,
                              const pagoda_code_format *format, const pagoda_panel_layout *layout, int64_t segment,
                              int64_t row, int64_t end_row) {
-    const int64_t all_blocks = divide_up(call->weight->in_features, BLOCK_INPUTS), first_block = segment * SEGMENT_BLOCKS;
+    const int64_t all_blocks = divide_up(call->weight->in_features, BLOCK_INPUTS);
+    const int64_t first_block = segment * SEGMENT_BLOCKS;
     const int64_t num_segments = divide_up(all_blocks, SEGMENT_BLOCKS), later = segment + SEGMENTS_AHEAD;
     const int64_t num_blocks = min(all_blocks - first_block, SEGMENT_BLOCKS);
     const int64_t decoded_bytes = num_blocks * pagoda_decoded_block_bytes(format);
     const coded_tile *tiles = coded_tiles_for(format);
     uint8_t *decoded = pagoda_scratch(SCRATCH_CODES, (size_t)(CODED_PANELS_AT_ONCE * decoded_bytes));
-    coded_fetch fetch = {panels + later * layout->segment_bytes, layout->panel_bytes, 0};
-    if (later >= num_segments) /* a segment of the next panels */
-        fetch.start = panels + CODED_PANELS_AT_ONCE * layout->panel_bytes + (later - num_segments) * layout->segment_bytes;
+    const bool is_of_next = later >= num_segments; /* what is fetched is of the next panels */
+    coded_fetch fetch = {panels + (is_of_next ? later - num_segments : later) * layout->segment_bytes,
+                         layout->panel_bytes, 0};
+    if (is_of_next) fetch.start += CODED_PANELS_AT_ONCE * layout->panel_bytes;
     fetch.lines = divide_up(layout->segment_bytes, 2 * SEGMENT_BLOCKS * CACHE_LINE);
     for (int p = 0; p < CODED_PANELS_AT_ONCE; p++)
         pagoda_decode_segment(decoded + p * decoded_bytes,
-                              panels + p * layout->panel_bytes + segment * layout->segment_bytes, format, layout, num_blocks,
-                              fetch.start + p * fetch.panel_stride, fetch.lines);
+                              panels + p * layout->panel_bytes + segment * layout->segment_bytes, format, layout,
+                              num_blocks, fetch.start + p * fetch.panel_stride, fetch.lines);
     fetch.start += num_blocks * fetch.lines * CACHE_LINE;
     for (; row < end_row; row += ROWS_PER_TILE, sums += MAX_PANELS_AT_ONCE * ROWS_PER_TILE * LANES) {
         const int num_rows = (int)min(end_row - row, ROWS_PER_TILE), parts = (int)divide_up(num_rows, MOST_CODED_ROWS);
         const uint32_t *rows = call->rows->words + row * call->num_words + first_block * ROW_BLOCK_WORDS * num_rows;
         for (int part = 0; part < parts; part++) {
             const int first = num_rows * part / parts, count = num_rows * (part + 1) / parts - first;
-            tiles[count](sums + (panel * num_rows + first) * LANES, rows + first, num_rows, decoded, decoded_bytes, num_blocks, fetch);
+            tiles[count](sums + (panel * num_rows + first) * LANES, rows + first, num_rows, decoded, decoded_bytes,
+                         num_blocks, fetch);
             fetch.lines = 0;
         }
     }

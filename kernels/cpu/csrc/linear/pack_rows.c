@@ -30,14 +30,17 @@ static void read_row(const pack_call *call, const void *source, float *row) {
     }
 }
 
+/* Blocks without a larger number are zero: the inverse of their scale would be infinite. */
+static const float SMALLEST_BLOCK = 1e-35f;
+
 /* Quantizes 16 elements to signed bytes; `to` gets them, and the result is their sum. */
-INLINE int32_t quantize_half(uint8_t *to, f32x16 values, float inverse) {
+INLINE int32_t quantize_half(int8_t *to, f32x16 values, float inverse) {
     typedef int8_t i8x16 __attribute__((vector_size(16)));
-    i32x16 integers = (i32x16)(values * inverse + 12582912.0f) - 0x4b400000; /* rounds, see below */
+    i32x16 integers = (i32x16)((u32x16)(values * inverse + 12582912.0f) - 0x4b400000u); /* rounds, see below */
     i8x16 bytes = __builtin_convertvector(integers, i8x16);
     memcpy(to, &bytes, sizeof bytes);
     int32_t sum = 0;
-    for (int lane = 0; lane < LANES; lane++) sum += integers[lane];
+    for (int lane = 0; lane < LANES; lane++) sum += to[lane];
     return sum;
 }
 
@@ -48,11 +51,13 @@ static void make_coded_words(const float *row, int64_t width, uint32_t *words) {
         const f32x16 halves[2] = {f32x16_load(row + i), i + LANES < width ? f32x16_load(row + i + LANES) : (f32x16){0}};
         running_maximum maximum = maximum_from(0);
         for (int half = 0; half < 2; half++) maximum_add(&maximum, f32x16_max(halves[half], -halves[half]));
-        const float largest = maximum_of(&maximum), scale = largest / 127, inverse = largest > 0 ? 127 / largest : 0;
+        const float largest = maximum_of(&maximum);
+        const float scale = largest >= 0 && largest < SMALLEST_BLOCK ? 0 : largest / 127; /* NaN stays NaN */
+        const float inverse = scale > 0 ? 127 / largest : 0;
         float sums[3];
         int32_t total = 0;
         for (int half = 0; half < 2; half++) {
-            const int32_t sum = quantize_half((uint8_t *)words + half * LANES, halves[half], inverse);
+            const int32_t sum = quantize_half((int8_t *)words + half * LANES, halves[half], inverse);
             sums[half] = (float)sum * scale;
             total += sum;
         }

@@ -12,6 +12,7 @@ import pytest
 
 from engine.llm import LLM, RequestOutput
 from engine.models.checkpoint import checkpoint as checkpoint_module
+from engine.models.decoder import coded_plan
 from engine.sampling_params import SamplingParams
 from kernels.coded_weight import CodedMatrix
 from kernels.cpu.coded_linear import CodedLinear
@@ -44,9 +45,10 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "qwen3moe": lambda path: gguf(path, "qwen3moe"),
     "gemma3": lambda path: gguf(path, "gemma3"),
     "qwen35": lambda path: gguf(path, "qwen35"),
+    "falcon-h1": lambda path: gguf(path, "falcon-h1"),
     "granitehybrid-moe": lambda path: gguf(path, "granitehybrid-moe"),
 }
-SMALL = ("gptq", "nvfp4", "llama", "qwen3moe", "qwen35")
+SMALL = ("gptq", "nvfp4", "llama", "qwen3moe", "qwen35", "falcon-h1")
 EVERY = [pytest.param(name, marks=() if name in SMALL else pytest.mark.long) for name in MODELS]
 
 
@@ -113,6 +115,25 @@ def test_ranks_compute_nearly_the_same(
 ) -> None:
     monkeypatch.setattr("engine.worker.worker_pool.RemoteRanks", ThreadRanks)
     assert largest_difference(model(name), tensor_parallel_size=2) < CLOSE
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [
+        ("falcon-h1", "self_attn.qkv_proj.weight"),
+        ("falcon-h1", "recurrent.in_proj.weight"),
+        ("qwen3moe", "mlp.experts.down_proj"),
+        ("qwen3moe", "mlp.experts.gate_up_proj"),
+        ("granitehybrid-moe", "mlp.shared_expert.gate_up_proj.weight"),
+    ],
+)
+def test_weights_of_a_layer_may_be_of_different_kinds(
+    name: str, plain: str, model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several of them read the same rows, which each kind has packed otherwise."""
+    for names in coded_plan._NAMES.values():
+        monkeypatch.delitem(names, plain, raising=False)
+    assert SAME < largest_difference(model(name)) < CLOSE
 
 
 def coded_linears(monkeypatch: pytest.MonkeyPatch, path: Path, **options: Any) -> list[CodedLinear]:

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine.models.checkpoint.checkpoint import open_checkpoint
 from engine.models.checkpoint.sharding import Shard
 from tests.engine.models.checkpoint.formats.affine import pack_rows, quantise
 from tests.engine.models.checkpoint.formats.quantised import (
+    FILE,
     Encoded,
     Quantised,
     check_tokens,
@@ -83,6 +85,20 @@ def test_every_kind_gives_the_values_and_tokens(kind: str, tmp_path: Path) -> No
     quantised = save(kind, tmp_path)
     check_values(quantised)
     check_tokens(quantised)
+
+
+def test_zero_points_that_may_be_outside_the_codes_are_not_kept(tmp_path: Path) -> None:
+    """A byte beside codes of 4 bits may be any number; dequantised, it is what it says."""
+    quantised = save("int4 symmetric", tmp_path, num_hidden_layers=1)
+    tensors = load_file(quantised.path / FILE)
+    name = "model.layers.0.self_attn.o_proj.weight"
+    tensors[f"{name}_zero_point"] = torch.full_like(tensors[f"{name}_scale"], -20, dtype=torch.int8)
+    save_file(tensors, quantised.path / FILE, {"format": "pt"})
+    with open_checkpoint(quantised.path) as checkpoint:
+        scales = tensors[f"{name}_scale"].float().repeat_interleave(32, dim=1)
+        moved = quantised.values[name] + 20 * scales[:, : quantised.values[name].shape[1]]
+        assert torch.allclose(checkpoint.read(name), moved, rtol=1e-5)
+        assert checkpoint.code_format(name) is None
 
 
 def test_transformers_modules_get_the_same_values(tmp_path: Path) -> None:
