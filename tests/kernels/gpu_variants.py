@@ -13,6 +13,7 @@ from itertools import combinations, product
 from typing import Any
 
 import torch
+from torch import nn
 
 from engine.models.decoder.latent_attention import LatentNorm
 from engine.worker.warm_up_steps import one_sequence
@@ -23,13 +24,16 @@ from kernels.attention.triton.indexer import topk_slots_triton
 from kernels.attention.window import Chunk, Window
 from kernels.attention_metadata import AttentionMetadata
 from kernels.cache.triton.store_kvcache import store_kvcache_triton
+from kernels.coded_weight import CodedWeight
 from kernels.layer_ops.base import LatentCache, Rotation
 from kernels.layer_ops.triton.ops import TritonOps
+from kernels.linear.coded_triton import CodedTritonLinear
 from kernels.linear.triton import linear_triton
+from tests.kernels.coded_matrices import FORMATS, random_matrix
 from tests.kernels.layer_ops_launches import MODELS, run_layer_ops
 from tests.kernels.recurrent_launches import RECURRENT_MODELS, run_recurrent
 
-__all__ = ["VARIANTS", "covering", "each_value", "every", "run_attention", "run_sparse"]
+__all__ = ["VARIANTS", "covering", "each_value", "every", "run_attention", "run_coded", "run_sparse"]
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -96,6 +100,14 @@ def _run_linear(*, dtype: torch.dtype, num_rows: int, num_inputs: int, num_outpu
     linear_triton(torch.zeros(num_rows, num_inputs, dtype=dtype), weight, bias)
 
 
+def run_coded(*, format: str, dtype: torch.dtype, shape: tuple[int, int], has_bias: bool) -> None:
+    """Launch what a linear layer on codes of [outputs, inputs] launches for any number of rows."""
+    layer = CodedTritonLinear(CodedWeight((random_matrix(FORMATS[format], *shape),)), shape[0], CPU)
+    if has_bias:
+        layer.bias = nn.Parameter(torch.zeros(shape[0], dtype=dtype), requires_grad=False)
+    layer.compile_kernels(dtype)
+
+
 def run_sparse(
     metadata: AttentionMetadata, *, dtype: torch.dtype, num_heads: int, num_index_heads: int, block_size: int
 ) -> None:
@@ -157,6 +169,15 @@ VARIANTS = {
             "num_rows": (70, 600),
             "num_inputs": (128, 100),
             "num_outputs": (128, 33),
+            "has_bias": (False, True),
+        },
+    ),
+    "coded": _Kernels(
+        run_coded,
+        {
+            "format": tuple(FORMATS),
+            "dtype": DTYPES,
+            "shape": ((128, 1024), (33, 512), (128, 100)),
             "has_bias": (False, True),
         },
     ),

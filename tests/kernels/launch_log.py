@@ -24,6 +24,7 @@ from kernels.experts.triton import experts as experts_triton
 from kernels.experts.triton import routing as experts_routing_triton
 from kernels.layer_ops.triton import kernels as layer_kernels
 from kernels.layer_ops.triton import latents as latent_kernels
+from kernels.linear import coded_triton as coded_linear_triton
 from kernels.linear import triton as linear_triton
 from kernels.recurrent.triton import conv as conv_kernels
 from kernels.recurrent.triton import delta_rule as delta_rule_kernels
@@ -37,7 +38,7 @@ __all__ = ["KERNELS", "LaunchLog"]
 _MODULES: tuple[ModuleType, ...] = (
     *(prefill, decode, indexer_triton, sparse_triton),
     *(store_kvcache_triton, pending_tokens_triton),
-    *(experts_routing_triton, experts_triton, linear_triton),
+    *(experts_routing_triton, experts_triton, linear_triton, coded_linear_triton),
     *(conv_kernels, delta_rule_kernels, scan_kernels),
     *(layer_kernels, latent_kernels, filter_kernels, sampling_kernels, truncation_kernels),
 )

@@ -83,6 +83,12 @@ def test_every_kernel_of_a_decoder_layer_compiles_for_gpus(tmp_path: Path, capab
         assert compiled["rotate_and_store_kernel"] >= 11
 
 
+def test_linear_layers_on_codes_compile_for_gpus(tmp_path: Path, capabilities: list[int]) -> None:
+    part = ["few"] if len(capabilities) == 1 else []
+    for compiled in _compile(tmp_path, capabilities, "variants", *part, "coded"):
+        assert set(compiled) == {"coded_linear_kernel", "add_parts_kernel"}
+
+
 def test_every_kernel_of_a_recurrent_layer_compiles_for_gpus(tmp_path: Path, capabilities: list[int]) -> None:
     part = ["few"] if len(capabilities) == 1 else []
     for compiled in _compile(tmp_path, capabilities, "variants", *part, "recurrent"):

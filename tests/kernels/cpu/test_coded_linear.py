@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,50 +18,10 @@ from kernels.cpu import reference
 from kernels.cpu.coded_linear import SECTION_OUTPUTS, CodedLinear, quantize_codes
 from kernels.cpu.gather import gather_packed_rows
 from kernels.cpu.linear import linear
+from tests.kernels.coded_matrices import FORMATS, LEVELS, OUTER, PLANTED, random_matrix
 
-LEVELS = (1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241)
-OUTER = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 # Relative to the sums of absolute products: levels and minima are multiplied apart, and nearly cancel.
 TOLERANCE = 3e-6
-
-FORMATS = {
-    "Q4_0": CodeFormat(bits=4, zero=8.0),
-    "Q4_K": CodeFormat(bits=4, granules_per_outer=8, has_inner=True, zero_kind="minima"),
-    "Q5_1": CodeFormat(bits=5, zero_kind="minima"),
-    "Q6_K": CodeFormat(bits=6, granule=16, granules_per_outer=16, has_inner=True, zero=32.0),
-    "Q8_0": CodeFormat(bits=8, zero=128.0),
-    "Q2_K": CodeFormat(bits=2, granule=16, granules_per_outer=16, has_inner=True, zero_kind="minima"),
-    "Q3_K": CodeFormat(bits=3, granule=16, granules_per_outer=16, has_inner=True, zero=4.0),
-    "IQ4_XS": CodeFormat(bits=4, granules_per_outer=8, has_inner=True, zero=128.0, levels=LEVELS),
-    "NVFP4": CodeFormat(bits=4, granule=16, zero=12.0, levels=LEVELS, has_output_scales=True),
-    "GPTQ": CodeFormat(bits=4, granules_per_outer=4, zero_kind="points"),
-    "7 bits by output": CodeFormat(bits=7, granules_per_outer=2**19, outer_type="float32", zero_kind="points"),
-    "groups of 512": CodeFormat(bits=8, granules_per_outer=16, outer_type="bfloat16", zero_kind="minima"),
-}
-
-
-def random_matrix(form: CodeFormat, rows: int, columns: int, seed: int = 0) -> CodedMatrix:
-    generator = torch.Generator().manual_seed(seed)
-    outers, granules = form.num_outers(columns), form.num_granules(columns)
-
-    def octets(count: int, low: int, high: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        return torch.randint(low, high, (rows, count), generator=generator, dtype=dtype)
-
-    def floats(count: int) -> torch.Tensor:
-        return (torch.randn(rows, count, generator=generator) * 0.01).to(OUTER[form.outer_type])
-
-    parts = {"codes": octets(columns, 0, 1 << form.bits), "outer_scales": floats(outers)}
-    if form.zero_kind == "minima":
-        parts["outer_minima"] = floats(outers)
-    if form.zero_kind == "points":
-        parts["zero_points"] = octets(outers, 0, 1 << form.bits)
-    if form.has_inner:
-        parts["inner_scales"] = octets(granules, -128, 128, torch.int8)
-        if form.zero_kind == "minima":
-            parts["inner_minima"] = octets(granules, 0, 256)
-    if form.has_output_scales:
-        parts["output_scales"] = torch.rand(rows, generator=generator)
-    return CodedMatrix(format=form, **parts)
 
 
 def packed(*matrices: CodedMatrix, in_features: int | None = None) -> CodedLinear:
@@ -219,25 +178,6 @@ def test_searched_scales_are_better_than_those_of_the_largest_number() -> None:
     plain = ((groups / scales).round().clamp(-8, 7) * scales).view_as(weight)
     searched = decode(quantize_codes(weight, 4))
     assert (searched - weight).square().sum() < 0.9 * (plain - weight).square().sum()
-
-
-def shifted(name: str, dim: int) -> Callable[[CodedMatrix], CodedMatrix]:
-    return lambda matrix: matrix.with_parts(matrix.parts | {name: matrix.parts[name].roll(1, dim)})
-
-
-PLANTED: dict[str, tuple[str, Callable[[CodedMatrix], CodedMatrix]]] = {
-    "codes of the next output": ("Q4_0", shifted("codes", 0)),
-    "codes of the next input": ("Q4_0", shifted("codes", 1)),
-    "the next granule's scale": ("Q4_0", shifted("outer_scales", 1)),
-    "the next granule's inner scale": ("Q6_K", shifted("inner_scales", 1)),
-    "the next granule's minimum": ("Q4_K", shifted("inner_minima", 1)),
-    "the next group's zero point": ("GPTQ", shifted("zero_points", 1)),
-    "another constant": ("Q8_0", lambda m: replace(m, format=replace(m.format, zero=127.0))),
-    "another level": ("IQ4_XS", lambda m: replace(m, format=replace(m.format, levels=(*LEVELS[:-1], 240)))),
-    "the next output's factor": ("NVFP4", shifted("output_scales", 0)),
-    "the last code": ("Q4_0", lambda m: m.with_parts(m.parts | {"codes": torch.cat((m.codes[:, :-1],
-                                                                                  m.codes[:, -1:] ^ 15), dim=1)})),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("planted", PLANTED)

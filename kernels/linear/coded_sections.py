@@ -1,0 +1,95 @@
+"""CodedSection: outputs of a coded weight that have one format, packed for the Triton kernel of coded_triton.py.
+
+    codes            [num_blocks, out_features, width]   a byte has the codes of ``per_byte`` inputs
+    a factor         [num_parts, out_features]           of the type that the checkpoint has
+
+A part is ``width`` neighbouring inputs with the same factors, and a block is as many parts as a byte has codes: byte i
+of an output has input i of each of the block's parts, the first one in its lowest bits. So the codes that a program
+reads at once lie one after the other, and so do the factors of its outputs.
+
+A weight takes 8 / per_byte bits (4 or 8; 2 if its codes have 2) and the checkpoint's own factors: 4.6 bits of Q4_K, 4.5
+of Q4_0 and MXFP4, 4.2 of GPTQ in groups of 128, 8.5 of Q8_0, 8.6 of Q6_K.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from kernels.coded_weight import CodedMatrix
+
+__all__ = ["CodedSection"]
+
+_LARGEST_WIDTH = 64  # inputs that are multiplied at once
+
+
+class CodedSection(nn.Module):
+    """A coded matrix on a device.
+
+    Args:
+        matrix: on any device.
+        out_features: outputs; those that the matrix lacks have weights of zero.
+        device: of the packed tensors.
+
+    Attributes:
+        format: how codes become numbers.
+        width: inputs of a part.
+        per_byte: codes of a byte.
+        parts_per_outer: neighbouring parts with the same outer factors.
+        num_blocks: blocks of an output.
+        codes: uint8, as the module's docstring draws it.
+        outer_scales: of the format's type, [num_outers, out_features].
+        outer_minima: likewise; None without minima.
+        zero_points: uint8, of the same shape; None without zero points.
+        inner_scales: int8 [num_parts, out_features]; None without inner factors.
+        inner_minima: uint8, likewise; None without minima.
+        output_scales: float32 [out_features], or None.
+    """
+
+    codes: torch.Tensor
+    outer_scales: torch.Tensor
+    outer_minima: torch.Tensor | None
+    zero_points: torch.Tensor | None
+    inner_scales: torch.Tensor | None
+    inner_minima: torch.Tensor | None
+    output_scales: torch.Tensor | None
+
+    def __init__(self, matrix: CodedMatrix, out_features: int, device: torch.device) -> None:
+        super().__init__()
+        form = self.format = matrix.format
+        self.out_features, self.in_features = out_features, matrix.shape[1]
+        group = form.granule if form.has_inner else form.granule * form.granules_per_outer
+        self.width = min(group, _LARGEST_WIDTH)
+        self.parts_per_outer = form.granule * form.granules_per_outer // self.width
+        self.per_byte = 8 // (2 if form.bits == 2 else 4 if form.bits <= 4 else 8)
+        self.num_blocks = -(-self.in_features // (self.width * self.per_byte))
+        num_parts = self.num_blocks * self.per_byte
+        counts = {"inner_scales": num_parts, "inner_minima": num_parts}
+        for name in ("outer_scales", "outer_minima", "zero_points", "inner_scales", "inner_minima"):
+            count = counts.get(name, -(-num_parts // self.parts_per_outer))
+            part = matrix.parts.get(name)
+            self._set(name, None if part is None else self._by_part(part.to(device), count))
+        scales = matrix.output_scales
+        self._set("output_scales", None if scales is None else F.pad(scales.to(device), (0, self._num_missing(scales))))
+        self._set("codes", self._packed(matrix.codes.to(device)))
+
+    def _set(self, name: str, value: torch.Tensor | None) -> None:
+        self.register_parameter(name, None if value is None else nn.Parameter(value, requires_grad=False))
+
+    def _num_missing(self, rows: torch.Tensor) -> int:
+        return self.out_features - len(rows)
+
+    def _by_part(self, factors: torch.Tensor, count: int) -> torch.Tensor:
+        """Return factors [rows, any] as [count, out_features]; those of inputs and outputs that do not exist are 0."""
+        factors = factors[:, :count]
+        return F.pad(factors, (0, count - factors.shape[1], 0, self._num_missing(factors))).t().contiguous()
+
+    def _packed(self, codes: torch.Tensor) -> torch.Tensor:
+        missing = self.num_blocks * self.per_byte * self.width - self.in_features
+        codes = F.pad(codes, (0, missing, 0, self._num_missing(codes)))
+        by_block = codes.view(self.out_features, self.num_blocks, self.per_byte, self.width).transpose(0, 1)
+        packed = by_block[:, :, 0].contiguous()
+        for part in range(1, self.per_byte):
+            packed |= by_block[:, :, part] << (8 // self.per_byte * part)
+        return packed

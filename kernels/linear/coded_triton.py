@@ -1,0 +1,302 @@
+"""A linear layer in Triton on weights that stay codes: a program decodes its weights in registers and multiplies.
+
+The weights are decoded in float32, rounded to the activations' dtype as dequantised ones are, and multiplied with sums
+in float32. The reference is torch's `linear` on `kernels.coded_weight.decode`.
+
+A tile of weights is the first operand of the product, because tensor cores take that one from registers. All inputs of
+an output are added up in their order. For few rows their sum is divided into parts, so that small layers keep a whole
+GPU busy. A row has the same bits in any batch as long as the batches have the same tile; with ``batch_invariant`` there
+is only one, which divides nothing.
+"""
+
+# ruff: noqa: N803 - Triton's users write compile-time constants in capitals
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import nn
+
+from kernels.coded_weight import CodedWeight
+from kernels.linear.coded_sections import CodedSection
+
+__all__ = ["CodedTritonLinear"]
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """How many rows and outputs a program computes, how it is compiled, and whether sums are divided."""
+
+    num_rows: int
+    num_outputs: int
+    num_warps: int
+    num_stages: int
+    divides: bool = False
+    max_registers: int | None = None  # of a thread; None: ptxas chooses
+
+
+# By the bytes of an activation: the tiles, for increasing numbers of rows. The second one is for any number, too.
+# The last one would spill registers where each input has its address. With float32 ptxas spills a few, so as to run
+# more programs at a time, unless it is told how many registers a thread may have.
+_FLOAT32 = _Tile(16, 64, 8, 2, divides=True, max_registers=128)
+_TILES = {
+    2: (_Tile(16, 64, 4, 4, divides=True), _Tile(64, 64, 4, 4, divides=True), _Tile(128, 128, 8, 3)),
+    4: (_FLOAT32, _FLOAT32, replace(_FLOAT32, divides=False)),
+}
+_PROGRAMS = 256  # that keep a GPU busy
+_MOST_PARTS = 8  # of a sum
+_INPUTS_OF_A_PART = 256  # at least
+_SUMMED = 1024  # outputs of a program that adds up parts
+
+
+@triton.jit
+def _factors(
+    index,  # of a part
+    column,
+    has_column,
+    num_outputs,
+    outer,
+    inner,
+    output_scale,
+    PARTS_PER_OUTER: tl.constexpr,
+):
+    """Return the scales or the minima of a part, float32 [BLOCK_OUTPUTS]."""
+    factor = tl.load(outer + index // PARTS_PER_OUTER * num_outputs + column, mask=has_column, other=0.0)
+    factor = factor.to(tl.float32) * output_scale
+    if inner is not None:
+        factor *= tl.load(inner + index * num_outputs + column, mask=has_column, other=0).to(tl.float32)
+    return factor
+
+
+# The number of rows changes from step to step, which must not wait for a compilation.
+@triton.jit(do_not_specialize=["num_rows"])
+def coded_linear_kernel(
+    output,  # [num_rows, num_outputs], its rows output_stride apart; of parts float32 [PARTS, num_rows, num_outputs]
+    rows,  # [num_rows, num_inputs]
+    codes,  # of CodedSection, as all that follow but the bias
+    outer_scales,
+    outer_minima,
+    zero_points,
+    inner_scales,
+    inner_minima,
+    output_scales,
+    bias,  # [num_outputs], or None
+    num_rows,
+    num_outputs,
+    num_inputs,
+    num_blocks,
+    blocks_per_part,  # of the sums
+    row_stride,
+    output_stride,
+    ZERO: tl.constexpr,  # what is subtracted from each level
+    LOW_LEVELS: tl.constexpr,  # of the codes 0 to 7, a byte each; None: the codes are the levels
+    HIGH_LEVELS: tl.constexpr,  # of the codes 8 to 15
+    WIDTH: tl.constexpr,
+    PER_BYTE: tl.constexpr,
+    PARTS_PER_OUTER: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUTPUTS: tl.constexpr,
+):
+    """One program computes a tile of outputs, or a part of its sums. Neighbours share weights, which L2 then has."""
+    num_row_tiles = tl.cdiv(num_rows, BLOCK_ROWS)
+    row = tl.program_id(0) % num_row_tiles * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    column = tl.program_id(0) // num_row_tiles * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
+    has_row, has_column = row < num_rows, column < num_outputs
+    first = tl.program_id(1) * blocks_per_part
+    inputs = tl.arange(0, WIDTH)
+    code_tile = codes + (first.to(tl.int64) * num_outputs + column[:, None]) * WIDTH + inputs[None, :]
+    x_tile = rows + row[None, :].to(tl.int64) * row_stride + inputs[:, None]
+    output_scale = 1.0
+    if output_scales is not None:
+        output_scale = tl.load(output_scales + column, mask=has_column, other=0.0)
+    sums = tl.zeros((BLOCK_OUTPUTS, BLOCK_ROWS), dtype=tl.float32)
+    for block in range(first, tl.minimum(first + blocks_per_part, num_blocks)):
+        octets = tl.load(code_tile, mask=has_column[:, None], other=0)
+        for part in tl.static_range(PER_BYTE):
+            index = block * PER_BYTE + part
+            code = (octets >> (8 // PER_BYTE * part)) & ((1 << 8 // PER_BYTE) - 1)
+            if LOW_LEVELS is not None:
+                eight = tl.where(code < 8, tl.full((), LOW_LEVELS, tl.int64), tl.full((), HIGH_LEVELS, tl.int64))
+                level = ((eight >> ((code & 7).to(tl.int64) * 8)) & 255).to(tl.int32).to(tl.float32)
+            else:
+                level = code.to(tl.float32)
+            scale = _factors(
+                index, column, has_column, num_outputs, outer_scales, inner_scales, output_scale, PARTS_PER_OUTER
+            )
+            if zero_points is not None:
+                at = zero_points + index // PARTS_PER_OUTER * num_outputs + column
+                level -= tl.load(at, mask=has_column, other=0).to(tl.float32)[:, None]
+            elif outer_minima is None:
+                level -= ZERO
+            weight = level * scale[:, None]
+            if outer_minima is not None:
+                minimum = _factors(
+                    index, column, has_column, num_outputs, outer_minima, inner_minima, output_scale, PARTS_PER_OUTER
+                )
+                weight -= minimum[:, None]
+            is_input = inputs < num_inputs - index * WIDTH
+            x = tl.load(x_tile + index * WIDTH, mask=is_input[:, None] & has_row[None, :], other=0.0)
+            sums = tl.dot(weight.to(x.dtype), x, sums, input_precision="ieee")
+        code_tile += num_outputs * WIDTH
+    if bias is not None:
+        sums += tl.load(bias + column, mask=has_column, other=0.0).to(tl.float32)[:, None]
+    target = output + (tl.program_id(1) * num_rows + row).to(tl.int64)[None, :] * output_stride + column[:, None]
+    tl.store(target, sums.to(output.dtype.element_ty), mask=has_column[:, None] & has_row[None, :])
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def add_parts_kernel(
+    output,  # [num_rows, num_outputs], its rows output_stride apart
+    parts,  # float32 [num_parts, num_rows, num_outputs], contiguous
+    bias,  # [num_outputs], or None
+    num_parts,
+    num_rows,
+    num_outputs,
+    output_stride,
+    BLOCK: tl.constexpr,
+):
+    """Add up the parts of BLOCK sums of one row, in their order."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < num_outputs
+    sums = tl.zeros((BLOCK,), dtype=tl.float32)
+    for part in range(num_parts):
+        sums += tl.load(parts + (part * num_rows + row) * num_outputs + column, mask=mask, other=0.0)
+    if bias is not None:
+        sums += tl.load(bias + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(output + row * output_stride + column, sums.to(output.dtype.element_ty), mask=mask)
+
+
+class CodedTritonLinear(nn.Module):
+    """A linear layer on coded weights.
+
+    Args:
+        weight: on any device; its sections may have formats of their own.
+        out_features: outputs; those that the weight lacks are zero.
+        device: of the packed weights.
+        batch_invariant: give a row the same bits in any batch, of any size.
+
+    Attributes:
+        bias: a parameter [out_features] on the device, or None, as at first.
+    """
+
+    bias: torch.Tensor | None
+
+    def __init__(
+        self, weight: CodedWeight, out_features: int, device: torch.device, *, batch_invariant: bool = False
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = weight.sections[0].shape[1], out_features
+        self.batch_invariant = batch_invariant
+        self.register_parameter("bias", None)
+        counts = [matrix.shape[0] for matrix in weight.sections]
+        counts[-1] += out_features - sum(counts)
+        self.sections = nn.ModuleList(
+            CodedSection(matrix, count, device) for matrix, count in zip(weight.sections, counts, strict=True)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [..., in_features] to [..., out_features], in the dtype of ``x``."""
+        rows = x.reshape(-1, self.in_features)
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
+        output = rows.new_empty(len(rows), self.out_features)
+        if not len(rows):
+            return output.view(*x.shape[:-1], self.out_features)
+        tile, first = _tile(rows, is_only_one=self.batch_invariant), 0
+        for section in self.sections:
+            assert isinstance(section, CodedSection)
+            own = slice(first, first + section.out_features)
+            _multiply(output[:, own], rows, section, None if self.bias is None else self.bias[own], tile)
+            first = own.stop
+        return output.view(*x.shape[:-1], self.out_features)
+
+    def compile_kernels(self, dtype: torch.dtype) -> None:
+        """Launch what any number of rows of ``dtype`` launches."""
+        *smaller, _ = _TILES[dtype.itemsize]
+        device = next(self.parameters()).device
+        for num_rows in (1, *(tile.num_rows + 1 for tile in smaller)):
+            self(torch.zeros(num_rows, self.in_features, dtype=dtype, device=device))
+
+
+def _tile(rows: torch.Tensor, *, is_only_one: bool) -> _Tile:
+    num_rows, num_inputs = rows.shape
+    first, second, last = _TILES[rows.element_size()]
+    if is_only_one or (num_rows > second.num_rows and num_inputs % 16):
+        return replace(second, divides=False)
+    return next((tile for tile in (first, second) if num_rows <= tile.num_rows), last)
+
+
+def _blocks_per_part(section: CodedSection, tile: _Tile) -> int:
+    """Return of how many blocks a program adds up the inputs. Of the rows, it depends only on their tile."""
+    if not tile.divides:
+        return section.num_blocks
+    num_tiles = -(-section.out_features // tile.num_outputs)
+    most = min(_MOST_PARTS, max(1, section.in_features // _INPUTS_OF_A_PART))
+    return -(-section.num_blocks // min(most, -(-_PROGRAMS // num_tiles)))
+
+
+def _multiply(
+    output: torch.Tensor, rows: torch.Tensor, section: CodedSection, bias: torch.Tensor | None, tile: _Tile
+) -> None:
+    """Set ``output`` [num_rows, out_features] to the product of ``rows`` with a section's weights, plus ``bias``."""
+    num_rows, num_outputs = output.shape
+    blocks_per_part = _blocks_per_part(section, tile)
+    num_parts = triton.cdiv(section.num_blocks, blocks_per_part)
+    target = output if num_parts == 1 else rows.new_empty(num_parts, num_rows, num_outputs, dtype=torch.float32)
+    num_tiles = triton.cdiv(num_rows, tile.num_rows) * triton.cdiv(num_outputs, tile.num_outputs)
+    coded_linear_kernel[num_tiles, num_parts](
+        target,
+        rows,
+        section.codes,
+        section.outer_scales,
+        section.outer_minima,
+        section.zero_points,
+        section.inner_scales,
+        section.inner_minima,
+        section.output_scales,
+        bias if num_parts == 1 else None,
+        num_rows,
+        num_outputs,
+        section.in_features,
+        section.num_blocks,
+        blocks_per_part,
+        rows.stride(0),
+        target.stride(-2),
+        **_constants(section),
+        BLOCK_ROWS=tile.num_rows,
+        BLOCK_OUTPUTS=tile.num_outputs,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        maxnreg=tile.max_registers,
+        enable_fp_fusion=True,
+    )
+    if num_parts > 1:
+        add_parts_kernel[num_rows, triton.cdiv(num_outputs, _SUMMED)](
+            output,
+            target,
+            bias,
+            num_parts,
+            num_rows,
+            num_outputs,
+            output.stride(0),
+            BLOCK=_SUMMED,
+            enable_fp_fusion=True,
+        )
+
+
+def _constants(section: CodedSection) -> dict[str, Any]:
+    levels = section.format.levels
+    low, high = (int.from_bytes(bytes(levels[start : start + 8]), "little", signed=True) for start in (0, 8))
+    return {
+        "ZERO": section.format.zero,
+        "LOW_LEVELS": low if levels else None,
+        "HIGH_LEVELS": high if levels else None,
+        "WIDTH": section.width,
+        "PER_BYTE": section.per_byte,
+        "PARTS_PER_OUTER": section.parts_per_outer,
+    }
