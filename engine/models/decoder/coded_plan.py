@@ -1,4 +1,4 @@
-"""plan_codes: which weights of a quantised checkpoint the C kernels compute from their codes, and in which formats.
+"""plan_codes: which weights of a quantised checkpoint are computed from their codes, and in which formats.
 
 It is decided before memory is allocated and weights are read. Every other weight is dequantised when it is read.
 """
@@ -6,7 +6,7 @@ It is decided before memory is allocated and weights are read. Every other weigh
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -87,15 +87,17 @@ def plan_codes(
     parallel: TensorParallel,
     *,
     is_head_embedding: bool,
+    is_packed: bool = True,
 ) -> CodedPlan:
     """Return which weights stay codes.
 
     Args:
-        shapes: of this rank's parameters, by name.
+        shapes: of this rank's parameters that may stay codes, and maybe of others, by name.
         checkpoint: whose weights they are.
         config: of the whole model.
         parallel: the rank whose share is read.
         is_head_embedding: the embedding is read from the head's packed weights.
+        is_packed: the C kernels compute them: formats change between panels only, and gate and up are interleaved.
     """
     found: dict[str, tuple[Section, ...] | None] = {}
     stored: dict[str, set[str]] = defaultdict(set)
@@ -105,7 +107,9 @@ def plan_codes(
         if name == EMBEDDING and not is_head_embedding:
             continue
         parts = stored_parts(name, checkpoint, config, parallel.rank, parallel.size)
-        key, sections = _without_number(name), _sections(name, shape, parts, checkpoint)
+        key, sections = _without_number(name), _sections(shape, parts, checkpoint)
+        if is_packed and sections is not None and not _fits_panels(name, sections):
+            sections = None
         found[key] = sections if found.get(key, sections) == sections else None  # of all experts alike
         stored[key].update(part.name for part in parts)
     kept = {name: sections for name, sections in found.items() if sections is not None}
@@ -145,7 +149,7 @@ def _is_linear(name: str) -> bool:
     return first == "layers" and any(own in names for names in _NAMES.values())
 
 
-def _sections(name: str, shape: list[int], parts: Iterable[Part], checkpoint: Checkpoint) -> tuple[Section, ...] | None:
+def _sections(shape: list[int], parts: Iterable[Part], checkpoint: Checkpoint) -> tuple[Section, ...] | None:
     """Return the formats of a parameter's outputs; None if it has to be dequantised."""
     sections: list[Section] = []
     for part in parts:
@@ -157,7 +161,10 @@ def _sections(name: str, shape: list[int], parts: Iterable[Part], checkpoint: Ch
         if sections and sections[-1].format == form:
             count += sections.pop().num_outputs
         sections.append(Section(form, count))
-    if any(section.num_outputs % SECTION_OUTPUTS for section in sections[:-1]):
-        return None
+    return tuple(sections) or None
+
+
+def _fits_panels(name: str, sections: Sequence[Section]) -> bool:
     is_interleaved = "gate_up_proj" in name
-    return None if is_interleaved and len(sections) > 1 else tuple(sections) or None
+    has_whole_panels = not any(section.num_outputs % SECTION_OUTPUTS for section in sections[:-1])
+    return has_whole_panels and not (is_interleaved and len(sections) > 1)

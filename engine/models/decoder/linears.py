@@ -8,6 +8,9 @@ the same bits in every case.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 
@@ -15,10 +18,14 @@ from engine.errors import ConfigError
 from engine.models.config.model_config import ModelConfig
 from engine.models.decoder.parallel_layers import RowParallelLinear
 from engine.models.tensor_parallel import TensorParallel
+from kernels.coded_weight import CodedWeight
 from kernels.linear.base import LinearMethod
 from kernels.linear.select import select_linear_method
 
-__all__ = ["choose_linear_method", "replace_linears"]
+if TYPE_CHECKING:
+    from kernels.linear.coded_triton import CodedTritonLinear
+
+__all__ = ["choose_linear_method", "coded_layer", "replace_linears"]
 
 
 def choose_linear_method(
@@ -75,23 +82,40 @@ def _not_invariant(reason: str) -> ConfigError:
     return ConfigError(reason, param="batch_invariant", value=True, remedy="leave it out")
 
 
-def replace_linears(model: nn.Module, method: LinearMethod) -> None:
-    """Let ``method`` compute every linear layer of ``model``."""
+def coded_layer(
+    linear: nn.Linear, weight: CodedWeight, device: torch.device, *, batch_invariant: bool
+) -> CodedTritonLinear:
+    """Return what computes ``linear``, whose own weight may be on the meta device, from codes; it has no bias yet."""
+    from kernels.linear.coded_triton import CodedTritonLinear  # a CPU needs no Triton
+
+    return CodedTritonLinear(weight, len(linear.weight), device, batch_invariant=batch_invariant)
+
+
+def replace_linears(
+    model: nn.Module, method: LinearMethod, coded: Mapping[nn.Module, CodedTritonLinear] | None = None
+) -> None:
+    """Let ``method`` compute every linear layer of ``model``, but for those whose weights stay codes.
+
+    Args:
+        model: whose layers are replaced.
+        method: of the layers with weights.
+        coded: what computes the other layers, by these; it gets their biases.
+    """
     for name, child in model.named_children():
         if not isinstance(child, nn.Linear):
-            replace_linears(child, method)
-        elif isinstance(child, RowParallelLinear):
-            setattr(model, name, _row_parallel(child, method))
+            replace_linears(child, method, coded)
+            continue
+        if isinstance(child, RowParallelLinear) and child.parallel.rank > 0:
+            child.register_parameter("bias", None)  # the ranks' outputs are summed
+        layer: nn.Module
+        if coded is not None and child in coded:
+            layer = coded[child]
+            layer.bias = child.bias
         else:
-            setattr(model, name, method.layer(child))
-
-
-def _row_parallel(linear: RowParallelLinear, method: LinearMethod) -> nn.Module:
-    parallel = linear.parallel
-    if parallel.rank > 0:
-        linear.register_parameter("bias", None)  # the ranks' outputs are summed
-    layer = method.layer(linear)
-    return layer if layer is linear or parallel.size == 1 else _SummedOverRanks(layer, parallel)
+            layer = method.layer(child)
+        if isinstance(child, RowParallelLinear) and child.parallel.size > 1 and layer is not child:
+            layer = _SummedOverRanks(layer, child.parallel)
+        setattr(model, name, layer)
 
 
 class _SummedOverRanks(nn.Module):

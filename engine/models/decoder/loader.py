@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,14 +22,17 @@ from engine.models.decoder.cpu_decoder import CpuDecoder, head_is_embedding
 from engine.models.decoder.cpu_decoder import can_run as cpu_kernels_can_run
 from engine.models.decoder.decoder import Decoder
 from engine.models.decoder.experts import Experts
-from engine.models.decoder.linears import choose_linear_method, replace_linears
+from engine.models.decoder.linears import choose_linear_method, coded_layer, replace_linears
 from engine.models.decoder.rope import rope_tables
 from engine.models.tensor_parallel import TensorParallel
-from kernels.coded_weight import Weight
+from kernels.coded_weight import CodedWeight, Weight
 from kernels.layer_ops.select import select_layer_ops
 from kernels.linear.packed import PackedInt4Linears, PackedLinears
 from kernels.linear.registry import DEQUANTIZE
 from kernels.recurrent.select import select_recurrent_ops
+
+if TYPE_CHECKING:
+    from kernels.linear.coded_triton import CodedTritonLinear
 
 __all__ = ["load_decoder"]
 
@@ -96,7 +99,8 @@ def load_decoder(
             show_progress=show_progress,
         )
         model: Decoder | CpuDecoder
-        plan = NO_CODES
+        coded: dict[nn.Module, CodedTritonLinear]
+        plan, coded = NO_CODES, {}
         if isinstance(method, PackedLinears):
             is_head = head_is_embedding(config, parallel, method.kind)
             shapes = _shapes(skeleton)
@@ -109,12 +113,19 @@ def load_decoder(
         else:
             model = skeleton
             model.rope = [table.to(device) for table in rope]
-            _fill(model, read)
-            replace_linears(model, method)
+            if keeps_codes and device.type == "cuda":
+                plan = plan_codes(
+                    _linear_shapes(model), checkpoint, config, parallel, is_head_embedding=False, is_packed=False
+                )
+            make_coded = partial(coded_layer, device=device, batch_invariant=batch_invariant)
+            coded = _fill(model, partial(read, is_coded=plan.has), make_coded)
+            replace_linears(model, method, coded)
             model.eval()
         if parallel.rank == 0:
             checkpoint.log_quantised(dtype, plan.stored)
     logger.info("Loading weights took %.2f seconds", perf_counter() - started)
+    for layer in coded.values():  # a step may have any number of rows, and must not wait for a compilation
+        layer.compile_kernels(dtype)
     return model
 
 
@@ -122,16 +133,33 @@ def _shapes(model: Decoder) -> dict[str, torch.Size]:
     return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
-def _fill(model: Decoder, read: Callable[..., Weights]) -> None:
-    """Put the weights into the modules of a decoder on the meta device."""
+def _linear_shapes(model: Decoder) -> dict[str, torch.Size]:
+    """Return the shapes of the weights that a GPU can compute from their codes: those of experts are not among them."""
+    names = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    return {name: shape for name, shape in _shapes(model).items() if name in names}
+
+
+def _fill(
+    model: Decoder, read: Callable[..., Weights], make_coded: Callable[[nn.Linear, CodedWeight], CodedTritonLinear]
+) -> dict[nn.Module, CodedTritonLinear]:
+    """Put the weights into the modules of a decoder on the meta device.
+
+    Returns:
+        What computes the linear layers whose weights stay codes, by these; their own weights stay on the meta device.
+    """
+    coded: dict[nn.Module, CodedTritonLinear] = {}
     for name, weight in read(_shapes(model)):
         module, _, attribute = name.rpartition(".")
         parent, _, number = module.rpartition(".")
-        assert isinstance(weight, torch.Tensor)
-        if isinstance(experts := model.get_submodule(parent), Experts):
+        if isinstance(weight, CodedWeight):
+            linear = model.get_submodule(module)
+            assert isinstance(linear, nn.Linear)
+            coded[linear] = make_coded(linear, weight)
+        elif isinstance(experts := model.get_submodule(parent), Experts):
             experts.set_weight(int(number), attribute, weight)
         else:
             setattr(model.get_submodule(module), attribute, nn.Parameter(weight, requires_grad=False))
+    return coded
 
 
 def _pack(

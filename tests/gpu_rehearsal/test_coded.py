@@ -1,0 +1,128 @@
+"""Quantised checkpoints whose weights stay codes on a simulated GPU: the answers of the dequantised weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.llm import LLM
+from kernels.linear.coded_sections import CodedSection
+from kernels.linear.coded_triton import CodedTritonLinear
+from tests.engine.models.checkpoint.formats import test_fp4 as of_fp4
+from tests.engine.models.checkpoint.formats import test_gptq_awq as of_gptq_awq
+from tests.engine.models.checkpoint.formats import test_mlx as of_mlx
+from tests.engine.models.checkpoint.formats.quantised import is_linear, save_quantised, tiny_model
+from tests.gpu_rehearsal.family_models import EAGER, GRAPHS, SCENARIO, TWO_RANKS, Models, check_steps, start
+from tests.gpu_rehearsal.rehearsal import Rehearsal
+from tests.gpu_rehearsal.scenarios import OPTIONS, VOCAB_SIZE, Scenario, answers, generate
+
+SIZES: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "hidden_size": 512}  # some layers divide their sums
+SAVE: dict[str, Callable[[Path], Path]] = {
+    "gptq": lambda path: of_gptq_awq.save("gptq", path, **SIZES).path,
+    # Biases, and a gate whose format is not that of its up.
+    "auto-round": lambda path: of_gptq_awq.save("auto-round as gptq", path, family="qwen2", **SIZES).path,
+    "nvfp4": lambda path: of_fp4.save("modelopt", path, **SIZES).path,
+    "mlx": lambda path: of_mlx.save(4, path, **SIZES).path,
+    "qwen3-moe": lambda path: of_gptq_awq.save("gptq", path, family="qwen3_moe", **SIZES).path,
+    "gptq-head": lambda path: save_with_head(path),
+}
+
+
+def save_with_head(path: Path) -> Path:
+    """Save a model whose head is quantised, too."""
+    return save_quantised(
+        tiny_model(intermediate_size=224, **SIZES),
+        path,
+        lambda name, weight: of_gptq_awq.gptq(weight, 4, ""),
+        {"quantization_config": of_gptq_awq.gptq_config(4, desc_act=False)},
+        chosen=lambda name: is_linear(name) or name == "lm_head.weight",
+    ).path
+
+
+class DequantisedModels(Models):
+    """Models whose expected answers are those of their dequantised weights."""
+
+    def expected(self, path: str, scenario: Any) -> Any:
+        options = {"device": "cpu", "skip_tokenizer_init": True, "quantization": "dequantize"}
+        return answers(generate(LLM(path, **{**OPTIONS, **options}), scenario))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return DequantisedModels(lambda name, path: str(SAVE[name](path)), tmp_path_factory)
+
+
+def coded_layers(llm: LLM) -> list[CodedTritonLinear]:
+    model: Any = llm.engine.runner.workers.local.shard.model
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    return [module for module in model.modules() if isinstance(module, CodedTritonLinear)]
+
+
+@pytest.mark.parametrize("case", ["auto-round"], indirect=True)
+def test_answers_are_those_of_the_dequantised_weights(case: tuple[str, Any], gpu: Rehearsal) -> None:
+    check_steps(gpu, *case, GRAPHS)
+    assert gpu.launches.counts["coded_linear_kernel"]
+    assert gpu.launches.counts["add_parts_kernel"]
+
+
+@pytest.mark.exhaustive("what CI runs for one model, for several formats, for experts, and for two ranks")
+@pytest.mark.parametrize("options", [GRAPHS, EAGER, TWO_RANKS], ids=["graphs", "eager", "two ranks"])
+@pytest.mark.parametrize("case", SAVE, indirect=True)
+def test_answers_of_every_model(case: tuple[str, Any], options: dict[str, Any], gpu: Rehearsal) -> None:
+    check_steps(gpu, *case, options)
+    assert gpu.launches.counts["coded_linear_kernel"]
+
+
+@pytest.mark.parametrize("case", ["auto-round"], indirect=True)
+def test_batch_invariant_layers_answer_alike(case: tuple[str, Any], gpu: Rehearsal) -> None:
+    check_steps(gpu, *case, EAGER | {"batch_invariant": True})
+    assert gpu.launches.counts["coded_linear_kernel"]
+    assert "add_parts_kernel" not in gpu.launches.counts  # no sum is divided
+
+
+def test_which_layers_stay_codes(models: Models, gpu: Rehearsal, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    dense = start(gpu, models.path("gptq"))
+    assert len(coded_layers(dense)) == 2 * 4  # of two layers; the head is not quantised
+    assert "14 weights (GPTQ) are computed from their codes" in caplog.text
+    for layer in coded_layers(dense):
+        num_bytes = sum(weight.nbytes for weight in layer.parameters())
+        assert 4 <= 8 * num_bytes / (layer.in_features * layer.out_features) < 5.5
+    assert len(coded_layers(start(gpu, models.path("qwen3-moe")))) == 3 * 2 + 2  # of three layers, one without experts
+    assert "weights (GPTQ) are dequantised to float32" in caplog.text  # those of experts
+    assert len(coded_layers(start(gpu, models.path("gptq-head")))) == 2 * 4 + 1
+    mixed = coded_layers(start(gpu, models.path("auto-round")))
+    assert max(len(layer.sections) for layer in mixed) == 2
+    gpu.machine.check()
+
+
+def test_no_number_of_rows_compiles_a_kernel(models: Models, gpu: Rehearsal) -> None:
+    llm = start(gpu, models.path("gptq-head"), dtype="bfloat16", max_num_batched_tokens=100, max_num_seqs=40)
+    requests = Scenario([{"temperature": 0.0}] * 40, [3, 1, 7, 90])
+    for count in (1, 15, 40):
+        generate(llm, replace(requests, params=requests.params[:count]))
+    assert {16, 64, 128} <= gpu.launches.arguments["coded_linear_kernel.BLOCK_ROWS"]
+    gpu.machine.check()
+
+
+def test_nothing_stays_codes_if_that_is_asked_for(models: Models, gpu: Rehearsal) -> None:
+    assert not coded_layers(start(gpu, models.path("gptq"), quantization="dequantize"))
+
+
+@pytest.mark.parametrize("case", ["gptq"], indirect=True)
+def test_a_planted_error_is_seen(case: tuple[str, Any], gpu: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> None:
+    pack = CodedSection._packed
+
+    def swapped(section: CodedSection, codes: torch.Tensor) -> torch.Tensor:
+        octets = pack(section, codes)
+        return octets >> 4 | octets << 4
+
+    monkeypatch.setattr(CodedSection, "_packed", swapped)
+    path, expected = case
+    assert answers(generate(start(gpu, path), SCENARIO)) != expected
+    gpu.machine.check()
