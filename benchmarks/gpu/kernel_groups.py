@@ -22,7 +22,7 @@ NAMES = {  # patterns in the names of kernels, the first that matches counts
     "attention": r"prefill_kernel|split_decode|_splits_kernel|flash|fmha|attention",
     "experts": r"route_kernel|group_kernel|grouped_linear|combine_kernel",
     "recurrent": r"^(conv_sequence|conv_other_tokens|delta_rule|scan)_kernel",
-    "linear": r"linear_kernel|gemm|gemv|nvjet|cutlass|xmma|cublas|splitk",
+    "linear": r"linear_kernel|add_parts_kernel|gemm|gemv|nvjet|cutlass|xmma|cublas|splitk",
     "copies": r"memcpy|memset",
     "activation": r"gated_activation",
     "norm": r"norm|rms",

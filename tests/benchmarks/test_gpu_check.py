@@ -277,6 +277,8 @@ def test_timed_steps_measure_the_engines_steps(part: PartRun, monkeypatch: pytes
         ("void cutlass::Kernel2<cutlass_80_wmma>", "rotary", "linear"),
         ("split_decode_kernel", "rotary", "attention"),
         ("linear_kernel", "attention", "linear"),
+        ("coded_linear_kernel", "feed_forward", "linear"),
+        ("add_parts_kernel", "attention", "linear"),
         ("grouped_linear_kernel", "feed_forward", "experts"),
         ("group_kernel", "feed_forward", "experts"),
         ("_store_kernel", "rotary", "store_kvcache"),
