@@ -3,7 +3,7 @@
 #include "coded/dot.h"
 #include "runtime/integers.h"
 
-enum { NUM_REGISTERS = LANES / REGISTER_LANES, BYTES_AHEAD = 3072 /* that are fetched */ };
+enum { NUM_REGISTERS = LANES / REGISTER_LANES, BYTES_AHEAD = 8192 /* that are fetched */ };
 
 /* Multiplies a row with a panel; with constant `bits` and `granules` of a block. */
 INLINE void multiply(float *sums, const uint32_t *row, const uint8_t *panel, const pagoda_code_format *format,
