@@ -72,6 +72,12 @@ class CodeFormat:
         assert not self.levels or (self.bits == 4 and len(self.levels) == 16)
 
     @property
+    def outer_dtype(self) -> torch.dtype:
+        """Torch's name for ``outer_type``."""
+        dtype: torch.dtype = getattr(torch, self.outer_type)
+        return dtype
+
+    @property
     def group(self) -> int:
         """Neighbouring inputs with the same outer factors. A part of a weight's inputs begins at a multiple of it."""
         return max(self.granule * self.granules_per_outer, BLOCK_INPUTS)

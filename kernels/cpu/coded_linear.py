@@ -23,9 +23,8 @@ __all__ = ["NOT_CODED", "SECTION_OUTPUTS", "Coded", "CodedLinear", "format_at_lo
 
 SECTION_OUTPUTS = LANES * PANELS_AT_ONCE  # that are read together
 _VECTOR_BYTES = 64
-_OUTER_TYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+_OUTER_TYPES = ("float16", "bfloat16", "float32")  # in the order of codes.h, as the kinds of zeros
 _ZERO_KINDS = ("constant", "points", "minima")
-
 
 Coded = Mapping[str, Sequence[Section]]  # the sections of the weights that stay codes, by their names
 NOT_CODED: Coded = MappingProxyType({})
@@ -156,7 +155,7 @@ class _Panels:
             form.bits,
             form.granule,
             form.granules_per_outer,
-            list(_OUTER_TYPES).index(form.outer_type),
+            _OUTER_TYPES.index(form.outer_type),
             form.has_inner,
             _ZERO_KINDS.index(form.zero_kind),
             bool(form.levels),
@@ -204,7 +203,7 @@ class _PanelLayout:
         for name, count in counts.items():
             is_outer_float = name in ("outer_scales", "outer_minima")
             self.starts[name] = end
-            end += count * LANES * (_OUTER_TYPES[form.outer_type].itemsize if is_outer_float else 1)
+            end += count * LANES * (form.outer_dtype.itemsize if is_outer_float else 1)
         factor_bytes = -(-end // _VECTOR_BYTES) * _VECTOR_BYTES
         block_bytes, blocks = form.bits * _VECTOR_BYTES, -(-in_features // BLOCK_INPUTS)
         self._segment_bytes = factor_bytes + SEGMENT_INPUTS // BLOCK_INPUTS * block_bytes

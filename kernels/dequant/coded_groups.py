@@ -81,14 +81,13 @@ def coded_groups(
     def spread(factors: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
         return None if factors is None else factors.to(dtype).expand(num_rows, -1)
 
-    outer = next(dtype for dtype, name in _TYPES.items() if name == form.outer_type)
-    spread_scales = spread(scales, outer)
+    spread_scales = spread(scales, form.outer_dtype)
     assert spread_scales is not None
     return CodedMatrix(
         format=form,
         codes=codes.to(torch.uint8),
         outer_scales=spread_scales,
-        outer_minima=spread(minima, outer),
+        outer_minima=spread(minima, form.outer_dtype),
         zero_points=spread(zeros, torch.uint8),
         output_scales=output_scales,
     )

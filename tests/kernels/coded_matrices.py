@@ -9,10 +9,9 @@ import torch
 
 from kernels.coded_weight import CodedMatrix, CodeFormat
 
-__all__ = ["FORMATS", "LEVELS", "OUTER", "PLANTED", "random_matrix"]
+__all__ = ["FORMATS", "LEVELS", "PLANTED", "random_matrix"]
 
 LEVELS = (1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241)
-OUTER = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 FORMATS = {
     "Q4_0": CodeFormat(bits=4, zero=8.0),
@@ -38,7 +37,7 @@ def random_matrix(form: CodeFormat, rows: int, columns: int, seed: int = 0) -> C
         return torch.randint(low, high, (rows, count), generator=generator, dtype=dtype)
 
     def floats(count: int) -> torch.Tensor:
-        return (torch.randn(rows, count, generator=generator) * 0.01).to(OUTER[form.outer_type])
+        return (torch.randn(rows, count, generator=generator) * 0.01).to(form.outer_dtype)
 
     parts = {"codes": octets(columns, 0, 1 << form.bits), "outer_scales": floats(outers)}
     if form.zero_kind == "minima":

@@ -18,7 +18,8 @@ from kernels.cpu import reference
 from kernels.cpu.coded_linear import SECTION_OUTPUTS, CodedLinear, quantize_codes
 from kernels.cpu.gather import gather_packed_rows
 from kernels.cpu.linear import linear
-from tests.kernels.coded_matrices import FORMATS, LEVELS, OUTER, PLANTED, random_matrix
+from tests.kernels.coded_formats import any_format
+from tests.kernels.coded_matrices import FORMATS, PLANTED, random_matrix
 
 # Relative to the sums of absolute products: levels and minima are multiplied apart, and nearly cancel.
 TOLERANCE = 3e-6
@@ -62,24 +63,11 @@ def test_equals_the_reference(name: str, num_rows: int, outputs: int, inputs: in
 
 @settings(deadline=None, max_examples=60)
 @given(
-    st.builds(
-        CodeFormat,
-        bits=st.integers(2, 8),
-        granule=st.sampled_from([16, 32]),
-        granules_per_outer=st.sampled_from([1, 2, 4, 8, 16, 32, 2**18]),
-        outer_type=st.sampled_from(list(OUTER)),
-        has_inner=st.booleans(),
-        zero_kind=st.sampled_from(["constant", "points", "minima"]),
-        zero=st.just(5.0),
-        has_output_scales=st.booleans(),
-    ),
-    st.booleans(),
+    any_format(),
     st.tuples(st.integers(1, 20), st.integers(1, 90), st.integers(1, 700)),
 )
-def test_any_format_equals_the_reference(form: CodeFormat, has_levels: bool, sizes: tuple[int, int, int]) -> None:
+def test_any_format_equals_the_reference(form: CodeFormat, sizes: tuple[int, int, int]) -> None:
     num_rows, outputs, inputs = sizes
-    if has_levels and form.bits == 4:
-        form = replace(form, levels=LEVELS)
     matrix, x = random_matrix(form, outputs, inputs), rows_of(num_rows, inputs)
     assert error(x, packed(matrix), matrix) < TOLERANCE
 
@@ -134,6 +122,11 @@ def test_a_nan_in_a_row_is_not_lost() -> None:
 def test_tiny_activations_give_zeros_and_tiny_weights_too() -> None:
     assert not linear(torch.full((2, 96), 1e-37), packed(random_matrix(FORMATS["Q4_0"], 64, 96))).any()
     assert not decode(quantize_codes(torch.full((16, 64), 1e-36), 4)).any()
+
+
+@pytest.mark.parametrize("number", [5.0, -5.0])
+def test_groups_of_equal_weights_are_kept(number: float) -> None:
+    assert torch.allclose(decode(quantize_codes(torch.full((16, 64), number), 4)), torch.tensor(number), rtol=5e-3)
 
 
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e18, 3e37])

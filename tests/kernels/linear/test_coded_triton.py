@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,7 +12,8 @@ from torch import nn
 
 from kernels.coded_weight import CodedMatrix, CodedWeight, CodeFormat, decode
 from kernels.linear.coded_sections import CodedSection
-from tests.kernels.coded_matrices import FORMATS, LEVELS, OUTER, PLANTED, random_matrix
+from tests.kernels.coded_formats import any_format
+from tests.kernels.coded_matrices import FORMATS, PLANTED, random_matrix
 
 if TYPE_CHECKING:
     from kernels.linear.coded_triton import CodedTritonLinear
@@ -64,26 +64,11 @@ def test_matches_torch(name: str, dtype: torch.dtype, kernel_device: torch.devic
 
 @settings(deadline=None, max_examples=25)
 @given(
-    st.builds(
-        CodeFormat,
-        bits=st.integers(2, 8),
-        granule=st.sampled_from([16, 32]),
-        granules_per_outer=st.sampled_from([1, 2, 4, 8, 16, 48, 2**18]),
-        outer_type=st.sampled_from(list(OUTER)),
-        has_inner=st.booleans(),
-        zero_kind=st.sampled_from(["constant", "points", "minima"]),
-        zero=st.just(5.0),
-        has_output_scales=st.booleans(),
-    ),
-    st.booleans(),
+    any_format(),
     st.tuples(st.integers(1, 20), st.integers(1, 90), st.integers(1, 900)),
 )
-def test_any_format_matches_torch(
-    kernel_device: torch.device, form: CodeFormat, has_levels: bool, sizes: tuple[int, int, int]
-) -> None:
+def test_any_format_matches_torch(kernel_device: torch.device, form: CodeFormat, sizes: tuple[int, int, int]) -> None:
     num_rows, outputs, inputs = sizes
-    if has_levels and form.bits == 4:
-        form = replace(form, levels=LEVELS)
     matrix = random_matrix(form, outputs, inputs)
     assert error(rows_of(num_rows, inputs), layer_of(kernel_device, matrix), matrix) < 2e-6
 

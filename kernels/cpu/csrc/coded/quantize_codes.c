@@ -32,7 +32,7 @@ static float best_scale(const f32x16 *group, float half) {
     const float lowest = -f32x16_largest(f32x16_max(-group[0], -group[1]));
     const float extreme = highest > -lowest ? highest : lowest;
     float best = 0, most_explained = 0;
-    if (!(highest - lowest >= SMALLEST_GROUP)) return 0;
+    if (!(extreme >= SMALLEST_GROUP || extreme <= -SMALLEST_GROUP)) return 0;
     const f32x16 parts[2] = {group[0] / extreme, group[1] / extreme}; /* else squares might overflow, or vanish */
     for (int i = -CANDIDATES; i <= CANDIDATES; i++) {
         const float inverse = -(half + CANDIDATE_STEP * (float)i);
