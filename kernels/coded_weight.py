@@ -1,11 +1,11 @@
 """CodeFormat and CodedMatrix: weights that stay codes of a few bits, with scales of groups of inputs.
 
-The formats of quantised checkpoints (GGUF's blocks, GPTQ, AWQ, compressed-tensors' integers, MXFP4, NVFP4) are all
+The formats of quantised checkpoints (GGUF's blocks, GPTQ, AWQ, compressed-tensors' integers, MXFP4, NVFP4, FP8) are all
 
     weight = scale * (level - zero)     or     weight = scale * level - minimum
 
-where the level is the code, or what a table of 16 has for it. A format reads its codes and factors into a CodedMatrix;
-a linear method packs them for its device.
+where the level is the code, what a table of 16 has for it, or the float of 8 bits that it is. A format reads its codes
+and factors into a CodedMatrix; a linear method packs them for its device.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ __all__ = [
     "CodeFormat",
     "CodedMatrix",
     "CodedWeight",
+    "Floats",
+    "OuterType",
     "Section",
     "Weight",
+    "Zero",
     "coded_weight",
     "decode",
     "halves",
@@ -35,6 +38,7 @@ SEGMENT_INPUTS = 256  # whose factors are packed together: groups have a power o
 
 OuterType = Literal["float16", "bfloat16", "float32"]
 Zero = Literal["constant", "points", "minima"]
+Floats = Literal["e4m3", "e5m2"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +54,7 @@ class CodeFormat:
         zero_kind: what is subtracted: ``zero`` from each level, a zero point from the levels, or a minimum.
         zero: see ``zero_kind``.
         levels: of codes of 4 bits, from 0 to 255; empty: the codes are the levels.
+        floats: which floats the codes of 8 bits are; None: they are integers. Nothing is subtracted from floats.
         has_output_scales: each output is multiplied by a float32 of its own as well.
     """
 
@@ -61,6 +66,7 @@ class CodeFormat:
     zero_kind: Zero = "constant"
     zero: float = 0.0
     levels: tuple[int, ...] = ()
+    floats: Floats | None = None
     has_output_scales: bool = False
 
     def __post_init__(self) -> None:
@@ -70,6 +76,14 @@ class CodeFormat:
         assert self.granule in (16, 32)
         assert outers & outers - 1 == 0 or outers * self.granule % SEGMENT_INPUTS == 0
         assert not self.levels or (self.bits == 4 and len(self.levels) == 16)
+        has_only_scales = self.zero_kind == "constant" and not (self.zero or self.has_inner or self.has_output_scales)
+        assert self.floats is None or (self.bits == 8 and self.granule == BLOCK_INPUTS and has_only_scales)
+
+    @property
+    def code_dtype(self) -> torch.dtype:
+        """What a code of 8 bits is."""
+        dtypes = {None: torch.uint8, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+        return dtypes[self.floats]
 
     @property
     def outer_dtype(self) -> torch.dtype:
@@ -105,7 +119,7 @@ class CodedMatrix:
 
     Attributes:
         format: how to decode them.
-        codes: uint8 [out_features, in_features], one a byte.
+        codes: uint8 [out_features, in_features], one a byte; floats are their bits.
         outer_scales: of the format's ``outer_type``, [out_features, num_outers].
         outer_minima: of the same type and shape; only with minima.
         zero_points: uint8 [out_features, num_outers]; only with zero points.
@@ -191,7 +205,7 @@ def coded_weight(matrices: Sequence[CodedMatrix]) -> CodedWeight:
 def decode(matrix: CodedMatrix) -> torch.Tensor:
     """Return the weights, float32 [out_features, in_features], as plainly as torch allows."""
     form, (_, in_features) = matrix.format, matrix.shape
-    levels = matrix.codes.float()
+    levels = matrix.codes.view(form.code_dtype).float()
     if form.levels:
         levels = torch.tensor(form.levels, dtype=torch.float32)[matrix.codes.long()]
 

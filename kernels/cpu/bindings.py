@@ -51,7 +51,8 @@ class CCodeFormat(ctypes.Structure):
     """``pagoda_code_format``."""
 
     _fields_ = (
-        *_fields(_INT32, "bits", "granule", "granules_per_outer", "outer_type", "has_inner", "zero_kind", "has_levels"),
+        *_fields(_INT32, "bits", "granule", "granules_per_outer", "outer_type"),
+        *_fields(_INT32, "has_inner", "zero_kind", "has_levels", "floats"),
         ("zero", _FLOAT),
         ("levels", ctypes.c_uint8 * 16),
     )

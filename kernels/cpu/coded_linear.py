@@ -25,6 +25,7 @@ SECTION_OUTPUTS = LANES * PANELS_AT_ONCE  # that are read together
 _VECTOR_BYTES = 64
 _OUTER_TYPES = ("float16", "bfloat16", "float32")  # in the order of codes.h, as the kinds of zeros
 _ZERO_KINDS = ("constant", "points", "minima")
+_FLOATS = (None, "e4m3", "e5m2")
 
 Coded = Mapping[str, Sequence[Section]]  # the sections of the weights that stay codes, by their names
 NOT_CODED: Coded = MappingProxyType({})
@@ -69,7 +70,8 @@ class CodedLinear(PackedLinear):
     """Packed codes [out_features, in_features], zero until they are set.
 
     Args:
-        sections: the outputs' formats, in order. All but the last have a multiple of `SECTION_OUTPUTS`.
+        sections: the outputs' formats, in order: of floats, or none of them. All but the last have a multiple of
+            `SECTION_OUTPUTS`.
         in_features: elements of a row.
         out_features: rows; the last section is as long as it takes.
         has_bias: whether there is a bias, which is kept in float32.
@@ -82,7 +84,9 @@ class CodedLinear(PackedLinear):
         self, sections: Sequence[Section], in_features: int, out_features: int, *, has_bias: bool = False
     ) -> None:
         assert all(section.num_outputs % SECTION_OUTPUTS == 0 for section in sections[:-1])
-        self.kind, self.in_features, self.out_features = WeightKind.CODED, in_features, out_features
+        (has_floats,) = {section.format.floats is not None for section in sections}
+        self.kind = WeightKind.FLOAT_CODED if has_floats else WeightKind.CODED
+        self.in_features, self.out_features = in_features, out_features
         num_last = out_features - sum(section.num_outputs for section in sections[:-1])
         sections = [*sections[:-1], Section(sections[-1].format, num_last)]
         self._sections = [_Panels(section, in_features) for section in sections]
@@ -159,6 +163,7 @@ class _Panels:
             form.has_inner,
             _ZERO_KINDS.index(form.zero_kind),
             bool(form.levels),
+            _FLOATS.index(form.floats),
             form.zero,
             (ctypes.c_uint8 * 16)(*form.levels),
         )

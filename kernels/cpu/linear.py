@@ -43,6 +43,7 @@ class WeightKind(IntEnum):
     BFLOAT16 = 1
     INT8 = 2  # per output, symmetric; activations are quantized row by row
     CODED = 3  # see kernels/coded_weight.py; activations are quantized in blocks of 32 inputs
+    FLOAT_CODED = 4  # codes that are floats; the results are those of their numbers in bfloat16
 
     @property
     def has_output_sums(self) -> bool:
@@ -55,6 +56,7 @@ _WORDS = {  # inputs, and the words that their activations take
     WeightKind.BFLOAT16: (2, 1),
     WeightKind.INT8: (4, 1),
     WeightKind.CODED: (32, 12),
+    WeightKind.FLOAT_CODED: (2, 1),
 }
 
 

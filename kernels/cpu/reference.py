@@ -24,7 +24,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kin
         case WeightKind.INT8:
             (rows, row_scales), (outputs, output_scales) = quantize(x), quantize(weight)
             product = rows.double() @ outputs.double().t() * row_scales * output_scales.t()
-        case WeightKind.CODED:
+        case WeightKind.CODED | WeightKind.FLOAT_CODED:
             raise AssertionError("coded weights have a format: see coded_linear")
     return (product if bias is None else product + bias).float()
 
@@ -38,7 +38,12 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def coded_linear(x: torch.Tensor, matrix: CodedMatrix) -> torch.Tensor:
     """Compute `kernels.cpu.linear.linear` with coded weights: x W^T, float32, of [rows, in] and [out, in]."""
-    return (quantize_blocks(x).double() @ decode(matrix).double().t()).float()
+    return (coded_rows(x, matrix.format).double() @ decode(matrix).double().t()).float()
+
+
+def coded_rows(x: torch.Tensor, form: CodeFormat) -> torch.Tensor:
+    """Return rows [rows, width] as they are multiplied with codes of a format."""
+    return quantize_blocks(x) if form.floats is None else x.bfloat16()
 
 
 def quantize_codes(weight: torch.Tensor, bits: int) -> CodedMatrix:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.coded_weight import BLOCK_INPUTS, SEGMENT_INPUTS, CodedMatrix, CodeFormat, OuterType, Zero
+from kernels.coded_weight import BLOCK_INPUTS, SEGMENT_INPUTS, CodedMatrix, CodeFormat, Floats, OuterType, Zero
 
 __all__ = ["coded_groups", "format_of_groups"]
 
@@ -25,6 +25,7 @@ def format_of_groups(
     zero_kind: Zero = "constant",
     zero: float = 0.0,
     levels: tuple[int, ...] = (),
+    floats: Floats | None = None,
     has_output_scales: bool = False,
 ) -> CodeFormat | None:
     """Return the format of codes with scales for groups of inputs; None if there is none.
@@ -37,12 +38,17 @@ def format_of_groups(
         zero_kind: as `CodeFormat` has it.
         zero: likewise.
         levels: likewise.
+        floats: likewise.
         has_output_scales: likewise.
     """
     if group_size >= columns:
         group_size = _ALL_INPUTS
     is_power = group_size & group_size - 1 == 0
-    if not 2 <= bits <= 8 or group_size < 16 or not (is_power or group_size % SEGMENT_INPUTS == 0):
+    if (
+        not 2 <= bits <= 8
+        or group_size < (16 if floats is None else BLOCK_INPUTS)
+        or not (is_power or group_size % SEGMENT_INPUTS == 0)
+    ):
         return None
     granule = min(group_size, BLOCK_INPUTS)
     return CodeFormat(
@@ -53,6 +59,7 @@ def format_of_groups(
         zero_kind=zero_kind,
         zero=zero,
         levels=levels,
+        floats=floats,
         has_output_scales=has_output_scales,
     )
 

@@ -95,6 +95,7 @@ def coded_linear_kernel(
     ZERO: tl.constexpr,  # what is subtracted from each level
     LOW_LEVELS: tl.constexpr,  # of the codes 0 to 7, a byte each; None: the codes are the levels
     HIGH_LEVELS: tl.constexpr,  # of the codes 8 to 15
+    FLOATS: tl.constexpr,  # which ones the codes are, or None
     WIDTH: tl.constexpr,
     PER_BYTE: tl.constexpr,
     PARTS_PER_OUTER: tl.constexpr,
@@ -122,6 +123,12 @@ def coded_linear_kernel(
             if LOW_LEVELS is not None:
                 eight = tl.where(code < 8, tl.full((), LOW_LEVELS, tl.int64), tl.full((), HIGH_LEVELS, tl.int64))
                 level = ((eight >> ((code & 7).to(tl.int64) * 8)) & 255).to(tl.int32).to(tl.float32)
+            elif FLOATS == "e4m3":
+                # Its bits, at their place in a float16, are 2**-8 of a number, also of the smallest ones.
+                half = ((code & 127).to(tl.int16) << 7) | ((code & 128).to(tl.int16) << 8)
+                level = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+            elif FLOATS == "e5m2":
+                level = (code.to(tl.int16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
             else:
                 level = code.to(tl.float32)
             scale = _factors(
@@ -296,6 +303,7 @@ def _constants(section: CodedSection) -> dict[str, Any]:
         "ZERO": section.format.zero,
         "LOW_LEVELS": low if levels else None,
         "HIGH_LEVELS": high if levels else None,
+        "FLOATS": section.format.floats,
         "WIDTH": section.width,
         "PER_BYTE": section.per_byte,
         "PARTS_PER_OUTER": section.parts_per_outer,

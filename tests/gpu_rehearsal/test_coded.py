@@ -14,6 +14,7 @@ from engine.llm import LLM
 from kernels.linear.coded_sections import CodedSection
 from kernels.linear.coded_triton import CodedTritonLinear
 from tests.engine.models.checkpoint.formats import test_fp4 as of_fp4
+from tests.engine.models.checkpoint.formats import test_fp8 as of_fp8
 from tests.engine.models.checkpoint.formats import test_gptq_awq as of_gptq_awq
 from tests.engine.models.checkpoint.formats import test_mlx as of_mlx
 from tests.engine.models.checkpoint.formats.quantised import is_linear, save_quantised, tiny_model
@@ -26,6 +27,7 @@ SAVE: dict[str, Callable[[Path], Path]] = {
     "gptq": lambda path: of_gptq_awq.save("gptq", path, **SIZES).path,
     # Biases, and a gate whose format is not that of its up.
     "auto-round": lambda path: of_gptq_awq.save("auto-round as gptq", path, family="qwen2", **SIZES).path,
+    "fp8": lambda path: of_fp8.save("block", path, **SIZES).path,
     "nvfp4": lambda path: of_fp4.save("modelopt", path, **SIZES).path,
     "mlx": lambda path: of_mlx.save(4, path, **SIZES).path,
     "qwen3-moe": lambda path: of_gptq_awq.save("gptq", path, family="qwen3_moe", **SIZES).path,

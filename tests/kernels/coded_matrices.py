@@ -25,6 +25,10 @@ FORMATS = {
     "NVFP4": CodeFormat(bits=4, granule=16, zero=12.0, levels=LEVELS, has_output_scales=True),
     "GPTQ": CodeFormat(bits=4, granules_per_outer=4, zero_kind="points"),
     "7 bits by output": CodeFormat(bits=7, granules_per_outer=2**19, outer_type="float32", zero_kind="points"),
+    "FP8": CodeFormat(bits=8, granules_per_outer=4, outer_type="float32", floats="e4m3"),
+    "FP8 by output": CodeFormat(bits=8, granules_per_outer=2**19, outer_type="bfloat16", floats="e4m3"),
+    "E5M2": CodeFormat(bits=8, granules_per_outer=16, outer_type="float16", floats="e5m2"),
+    "MXFP8": CodeFormat(bits=8, outer_type="bfloat16", floats="e4m3"),
     "groups of 512": CodeFormat(bits=8, granules_per_outer=16, outer_type="bfloat16", zero_kind="minima"),
 }
 
@@ -39,7 +43,10 @@ def random_matrix(form: CodeFormat, rows: int, columns: int, seed: int = 0) -> C
     def floats(count: int) -> torch.Tensor:
         return (torch.randn(rows, count, generator=generator) * 0.01).to(form.outer_dtype)
 
-    parts = {"codes": octets(columns, 0, 1 << form.bits), "outer_scales": floats(outers)}
+    codes = octets(columns, 0, 1 << form.bits)
+    if form.floats is not None:
+        codes[~codes.view(form.code_dtype).float().isfinite()] = 3
+    parts = {"codes": codes, "outer_scales": floats(outers)}
     if form.zero_kind == "minima":
         parts["outer_minima"] = floats(outers)
     if form.zero_kind == "points":
@@ -64,6 +71,8 @@ PLANTED: dict[str, tuple[str, Callable[[CodedMatrix], CodedMatrix]]] = {
     "the next granule's inner scale": ("Q6_K", shifted("inner_scales", 1)),
     "the next granule's minimum": ("Q4_K", shifted("inner_minima", 1)),
     "the next group's zero point": ("GPTQ", shifted("zero_points", 1)),
+    "the next block's scale": ("FP8", shifted("outer_scales", 1)),
+    "another sign": ("FP8", lambda m: m.with_parts(m.parts | {"codes": m.codes ^ 128})),
     "another constant": ("Q8_0", lambda m: replace(m, format=replace(m.format, zero=127.0))),
     "another level": ("IQ4_XS", lambda m: replace(m, format=replace(m.format, levels=(*LEVELS[:-1], 240)))),
     "the next output's factor": ("NVFP4", shifted("output_scales", 0)),

@@ -88,6 +88,7 @@ def plan_codes(
     *,
     is_head_embedding: bool,
     is_packed: bool = True,
+    has_floats: bool = True,
 ) -> CodedPlan:
     """Return which weights stay codes.
 
@@ -98,6 +99,7 @@ def plan_codes(
         parallel: the rank whose share is read.
         is_head_embedding: the embedding is read from the head's packed weights.
         is_packed: the C kernels compute them: formats change between panels only, and gate and up are interleaved.
+        has_floats: the kernels compute codes that are floats: the C kernels in bfloat16 only.
     """
     found: dict[str, tuple[Section, ...] | None] = {}
     stored: dict[str, set[str]] = defaultdict(set)
@@ -108,6 +110,8 @@ def plan_codes(
             continue
         parts = stored_parts(name, checkpoint, config, parallel.rank, parallel.size)
         key, sections = _without_number(name), _sections(shape, parts, checkpoint)
+        if sections is not None and not has_floats and any(section.format.floats for section in sections):
+            sections = None
         if is_packed and sections is not None and not _fits_panels(name, sections):
             sections = None
         found[key] = sections if found.get(key, sections) == sections else None  # of all experts alike
@@ -167,4 +171,5 @@ def _sections(shape: list[int], parts: Iterable[Part], checkpoint: Checkpoint) -
 def _fits_panels(name: str, sections: Sequence[Section]) -> bool:
     is_interleaved = "gate_up_proj" in name
     has_whole_panels = not any(section.num_outputs % SECTION_OUTPUTS for section in sections[:-1])
-    return has_whole_panels and not (is_interleaved and len(sections) > 1)
+    has_one_kind = len({section.format.floats is None for section in sections}) == 1
+    return has_whole_panels and has_one_kind and not (is_interleaved and len(sections) > 1)

@@ -26,6 +26,7 @@ from engine.models.decoder.linears import choose_linear_method, coded_layer, rep
 from engine.models.decoder.rope import rope_tables
 from engine.models.tensor_parallel import TensorParallel
 from kernels.coded_weight import CodedWeight, Weight
+from kernels.cpu.linear import WeightKind
 from kernels.layer_ops.select import select_layer_ops
 from kernels.linear.packed import PackedInt4Linears, PackedLinears
 from kernels.linear.registry import DEQUANTIZE
@@ -105,7 +106,10 @@ def load_decoder(
             is_head = head_is_embedding(config, parallel, method.kind)
             shapes = _shapes(skeleton)
             if keeps_codes:
-                plan = plan_codes(shapes, checkpoint, config, parallel, is_head_embedding=is_head)
+                has_floats = method.kind is WeightKind.BFLOAT16
+                plan = plan_codes(
+                    shapes, checkpoint, config, parallel, is_head_embedding=is_head, has_floats=has_floats
+                )
             elif isinstance(method, PackedInt4Linears):
                 plan = plan_quantization(shapes, method.bits, method.head_bits, is_head_embedding=is_head)
             model = CpuDecoder(skeleton.embed_tokens, config, rope, parallel, dtype, method.kind, plan)

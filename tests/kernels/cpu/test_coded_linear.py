@@ -48,7 +48,7 @@ def _without_zeros(matrix: CodedMatrix) -> CodedMatrix:
 def error(x: torch.Tensor, layer: CodedLinear, *matrices: CodedMatrix) -> float:
     """Return the largest error of the layer's results, relative to the sum of the absolute products."""
     wanted = torch.cat([reference.coded_linear(x, matrix) for matrix in matrices], dim=1)
-    rows = reference.quantize_blocks(x).abs().double()
+    rows = reference.coded_rows(x, matrices[0].format).abs().double()
     terms = [rows @ (decode(m).abs() + decode(_without_zeros(m)).abs()).double().t() for m in matrices]
     magnitudes = torch.cat(terms, dim=1)
     return float(((linear(x, layer) - wanted).abs() / magnitudes.clamp(min=1e-6)).max())
@@ -70,6 +70,19 @@ def test_any_format_equals_the_reference(form: CodeFormat, sizes: tuple[int, int
     num_rows, outputs, inputs = sizes
     matrix, x = random_matrix(form, outputs, inputs), rows_of(num_rows, inputs)
     assert error(x, packed(matrix), matrix) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["FP8", "E5M2"])
+def test_every_float_is_multiplied_exactly(name: str) -> None:
+    """Also the smallest ones, whose exponent is 0."""
+    form = FORMATS[name]
+    codes = torch.arange(256, dtype=torch.uint8).expand(64, -1).contiguous()
+    codes[~codes.view(form.code_dtype).float().isfinite()] = 0
+    scales = torch.full((64, form.num_outers(256)), 0.75, dtype=form.outer_dtype)
+    matrix, x = CodedMatrix(format=form, codes=codes, outer_scales=scales), torch.eye(256)
+    layer, numbers = packed(matrix), codes.view(form.code_dtype).float() * 0.75
+    assert torch.equal(linear(x, layer), numbers.t())
+    assert torch.equal(torch.cat([linear(row[None], layer) for row in x]), numbers.t())
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -186,7 +199,12 @@ def test_other_instruction_sets_equal_the_reference(flags: str) -> None:
     """AVX2 has loops of its own; AVX-512 without VNNI and any other processor have other products of bytes."""
     if "avx512" in flags and "avx512bw" not in Path("/proc/cpuinfo").read_text(encoding="utf-8"):
         pytest.skip("this processor has no AVX-512")
-    tests = [f"{__file__}::{name}" for name in ("test_equals_the_reference", "test_any_format_equals_the_reference")]
+    names = (
+        "test_equals_the_reference",
+        "test_any_format_equals_the_reference",
+        "test_every_float_is_multiplied_exactly",
+    )
+    tests = [f"{__file__}::{name}" for name in names]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", *tests]
     outcome = subprocess.run(command, env=os.environ | {"PAGODA_CPU_CFLAGS": flags}, capture_output=True, text=True)
     assert outcome.returncode == 0, outcome.stdout

@@ -18,8 +18,9 @@ from tests.kernels.coded_matrices import FORMATS, PLANTED, random_matrix
 if TYPE_CHECKING:
     from kernels.linear.coded_triton import CodedTritonLinear
 
-# Relative to the sums of absolute products: what the weights, rounded to the dtype, and the result, lose.
-TOLERANCES = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+# Relative to the sums of absolute products: what the weights, rounded to the dtype, and the result, lose. Triton's
+# interpreter rounds to bfloat16 towards zero, and loses twice as much.
+TOLERANCES = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 16e-3}
 SHAPES = [(1, 80, 96), (17, 70, 600), (65, 17, 257), (130, 130, 70), (3, 64, 1024)]  # rows, outputs, inputs
 BITS = {"Q4_0": 4.5, "Q4_K": 4.625, "Q2_K": 3.125, "Q6_K": 8.5625, "Q8_0": 8.5, "NVFP4": 5.0, "GPTQ": 4.1875}
 

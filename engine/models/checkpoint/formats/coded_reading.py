@@ -13,6 +13,7 @@ from kernels.coded_weight import BLOCK_INPUTS, CodedMatrix, CodeFormat
 
 __all__ = ["code_format_of", "read_coded"]
 
+_NOT_FINITE = {"e4m3": 0x7F, "e5m2": 0x7C}  # the least code
 _LARGE = 3e38 / 2**16  # a scale below it gives numbers that are finite in bfloat16, whatever the codes are
 
 
@@ -39,7 +40,7 @@ def read_coded(files: TensorFiles, entry: Entry, shard: Shard | None, scratch: S
     """Return a weight that has a ``code_format_of``, or a ``shard`` of it.
 
     Raises:
-        ModelLoadError: if a scale is not finite.
+        ModelLoadError: if a scale or a code is not finite.
         OSError: if a file cannot be read.
     """
     if isinstance(entry, ComposedWeight):
@@ -73,6 +74,13 @@ def _empty_like(block: CodedMatrix, num_rows: int) -> CodedMatrix:
 
 
 def _require_finite(weight: PackedWeight, block: CodedMatrix) -> None:
+    if block.format.floats is not None and block.codes.numel():
+        largest_code = int((block.codes & 0x7F).max())  # without its sign
+        if largest_code >= _NOT_FINITE[block.format.floats]:
+            raise ModelLoadError(
+                f"'{weight.name}' of '{weight.path}' ({weight.format}) has numbers that are not finite; "
+                "download the file again"
+            )
     for factors in (block.outer_scales, block.outer_minima, block.output_scales):
         if factors is not None and factors.numel() and not bool(factors.abs().max() < _LARGE):  # also of NaN
             largest = float(factors.float().abs().max())

@@ -19,13 +19,16 @@ from dataclasses import dataclass
 import torch
 
 from engine.models.checkpoint.formats.module_tensors import ModuleTensors
-from engine.models.checkpoint.packed_weight import PackedWeight
+from engine.models.checkpoint.packed_weight import PART_DTYPES, PackedWeight
 from engine.models.config.files.quantization import Quantization
+from kernels.coded_weight import CodedMatrix, CodeFormat, Floats
+from kernels.dequant.coded_groups import coded_groups, format_of_groups
 from kernels.dequant.fp8 import dequantise_fp8
+from kernels.dequant.scales import e8m0_to_float, row_scales
 
 __all__ = ["Fp8Weight", "fp8_weights"]
 
-_CODES = ("F8_E4M3", "F8_E5M2")
+_FLOATS: dict[str, Floats] = {"F8_E4M3": "e4m3", "F8_E5M2": "e5m2"}
 _EXPONENTS = ("U8", "F8_E8M0")
 _SCALES = ("F32", "BF16", "F16", *_EXPONENTS)
 _USUAL_BLOCK, _MX_COLUMNS = 128, 32
@@ -42,9 +45,29 @@ class Fp8Weight(PackedWeight):
         self, parts: Mapping[str, torch.Tensor], rows: range, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return rows of one matrix in float32."""
-        scale = parts["scale"]
-        scale = scale.view(-1, 1) if scale.dim() < 2 else scale
-        return dequantise_fp8(parts["weight"], scale, self.block, rows.start, out=out)
+        return dequantise_fp8(parts["weight"], _grid(parts), self.block, rows.start, out=out)
+
+    @property
+    def code_format(self) -> CodeFormat | None:
+        """How its codes are kept as they are."""
+        dtype, floats = self.parts["scale"].dtype, _FLOATS[self.parts["weight"].dtype]
+        # bfloat16 has all powers of two.
+        scales = torch.bfloat16 if dtype in _EXPONENTS else PART_DTYPES[dtype]
+        return format_of_groups(8, self.block[1], self.shape[-1], scales, floats=floats)
+
+    def coded(self, parts: Mapping[str, torch.Tensor], rows: range) -> CodedMatrix:
+        """Return rows of the matrix as codes."""
+        form, scales = self.code_format, _grid(parts)
+        assert form is not None
+        scales = e8m0_to_float(scales) if self.parts["scale"].dtype in _EXPONENTS else scales
+        codes = parts["weight"].view(torch.uint8)
+        return coded_groups(form, codes, row_scales(scales, self.block[0], rows.start, len(rows)))
+
+
+def _grid(parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the scales of all blocks, [block rows, block columns]."""
+    scale = parts["scale"]
+    return scale.view(-1, 1) if scale.dim() < 2 else scale
 
 
 def fp8_weights(module: ModuleTensors) -> Iterator[PackedWeight]:
@@ -55,7 +78,7 @@ def fp8_weights(module: ModuleTensors) -> Iterator[PackedWeight]:
     """
     for name, codes in list(module.tensors.items()):
         scale = module.find(f"{name}_scale_inv", f"{name}_scale", *(["scale"] if name == "weight" else []))
-        if codes.dtype in _CODES and len(codes.shape) >= 2 and scale is not None:
+        if codes.dtype in _FLOATS and len(codes.shape) >= 2 and scale is not None:
             _squeeze_blocks(module, scale, len(codes.shape))
             block = _block(module, scale, codes.shape)
             yield Fp8Weight(

@@ -1,7 +1,7 @@
 /* See codes.h. */
 #include "coded/codes.h"
 
-#include "coded/decode.h"
+#include "coded/floats.h"
 #include "runtime/integers.h"
 
 pagoda_panel_layout pagoda_layout_of_panel(const pagoda_code_format *format, int64_t in_features) {
@@ -106,6 +106,10 @@ void pagoda_decode_output(float *output, const uint8_t *panel, int64_t lane, con
             if (format->has_levels) level = format->levels[level];
             if (input % format->granule == 0)
                 load_scale(advance(&cursor, format), panel, format, &layout, first_lane, &scale, &minimum);
+            if (format->floats) {
+                output[first + input] = scale[own] * number_of_float((uint8_t)level, format->floats) * multiplier;
+                continue;
+            }
             output[first + input] = (scale[own] * (float)level - minimum[own]) * multiplier;
         }
     }

@@ -26,7 +26,10 @@
  *                     scales   [granules, 16]    float32; one granule of 32 inputs, or two of 16
  *                     minima   [granules, 16]    float32
  *
- * A block of a row of activations is twelve words: eight of signed bytes, their scale, and three sums times the scale, of
+ * Codes of 8 bits may be floats instead (FP8, MXFP8). They have a scale, and nothing is subtracted. They are decoded to
+ * words of two bfloat16, and the activations are those of bfloat16 weights; sums of products are multiplied by scales.
+ *
+ * For all others a block of a row of activations is twelve words: eight of signed bytes, their scale, and three sums times the scale, of
  * the first 16 inputs, of the others, and of all.
  */
 #ifndef PAGODA_CODES_H
@@ -37,6 +40,7 @@
 enum { BLOCK_INPUTS = 32, BLOCK_WORDS = BLOCK_INPUTS / 4, SEGMENT_BLOCKS = 8 };
 enum { ROW_SCALE = BLOCK_WORDS, ROW_SUMS = BLOCK_WORDS + 1, ROW_BLOCK_WORDS = BLOCK_WORDS + 4 };
 enum { OUTER_F16 = 0, OUTER_BF16 = 1, OUTER_F32 = 2 };
+enum { FLOATS_NONE = 0, FLOATS_E4M3 = 1, FLOATS_E5M2 = 2 };
 enum { ZERO_CONSTANT = 0, ZERO_POINTS = 1, ZERO_MINIMA = 2 };
 
 /* How the codes of a weight are stored: CCodeFormat in kernels/cpu/bindings.py. */
@@ -48,6 +52,7 @@ typedef struct {
     int32_t has_inner;
     int32_t zero_kind;  /* what is subtracted: `zero` from levels, the zero points from levels, or minima */
     int32_t has_levels; /* of codes of 4 bits */
+    int32_t floats;     /* which floats codes of 8 bits are; or FLOATS_NONE */
     float zero;
     uint8_t levels[16];
 } pagoda_code_format;
@@ -80,6 +85,35 @@ void pagoda_decode_segment(uint8_t *blocks, const uint8_t *segment, const pagoda
 /* Multiplies the only row of a tile with a panel, to sums [16]; nothing of it is stored in between. */
 void pagoda_multiply_coded_row(float *sums, const uint32_t *row, const uint8_t *panel, const pagoda_code_format *format,
                                const pagoda_panel_layout *layout, int64_t in_features);
+
+/* The most words of floats that are decoded and multiplied at a time: four panels' fit the first cache. */
+enum { FLOAT_WORDS = 64 };
+
+/* How many words of floats are multiplied before the sums are multiplied by a scale. */
+int64_t pagoda_words_of_scale(const pagoda_code_format *format);
+
+/* What the second cache should have soon: from each address on a cache line for each word that is decoded. */
+typedef struct {
+    const uint8_t *first, *second;
+} pagoda_later_codes;
+
+/* The codes that follow those of the words from `first_word` on; and their scales are fetched. */
+pagoda_later_codes pagoda_codes_after(const uint8_t *panels, const pagoda_code_format *format,
+                                      const pagoda_panel_layout *layout, int64_t first_word);
+
+/* Decodes `num_words` words of four panels from `first_word` on, a block's first one, to [4][num_words][16]. There is room
+ * for a block more. As many cache lines are fetched from `fetched` on, unless that is NULL. */
+void pagoda_decode_floats(uint32_t *words, const uint8_t *panels, const pagoda_code_format *format,
+                          const pagoda_panel_layout *layout, int64_t first_word, int64_t num_words,
+                          const uint8_t *fetched);
+
+/* Adds products with these words [4][num_rows][16], times their scales, to sums of the same shape. */
+void pagoda_add_scaled(float *sums, const float *products, int64_t num_rows, const uint8_t *panels,
+                       const pagoda_code_format *format, const pagoda_panel_layout *layout, int64_t first_word);
+
+/* Multiplies the only row of a tile with four panels of floats, to sums [4][16]. */
+void pagoda_multiply_float_row(float *sums, const uint32_t *row, const uint8_t *panels, const pagoda_code_format *format,
+                               const pagoda_panel_layout *layout, int64_t num_words);
 
 /* Decodes one output of a panel to float32 [in_features], times `multiplier`. */
 void pagoda_decode_output(float *output, const uint8_t *panel, int64_t lane, const pagoda_code_format *format,

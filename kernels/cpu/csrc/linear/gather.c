@@ -36,7 +36,7 @@ static void gather_packed_row(void *args, int64_t index) {
     const pagoda_weight *table = call->table;
     const int64_t width = table->in_features, num_words = pagoda_num_words(table->kind, table->in_features);
     const int64_t row = call->rows[index];
-    if (table->kind == PAGODA_CODED) {
+    if (table->coded) {
         const pagoda_coded_panels *group = &table->coded[row / (PANELS_OF_GROUP * LANES)];
         const int64_t panel_bytes = pagoda_layout_of_panel(group->format, width).panel_bytes;
         const int64_t start = group->start + row / LANES % PANELS_OF_GROUP * panel_bytes;

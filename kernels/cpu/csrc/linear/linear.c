@@ -21,7 +21,8 @@ int32_t pagoda_has_int8(void) { return PAGODA_HAS_INT8; }
 
 int32_t pagoda_num_words(int32_t kind, int32_t in_features) {
     if (kind == PAGODA_CODED) return (int32_t)divide_up(in_features, BLOCK_INPUTS) * ROW_BLOCK_WORDS;
-    return (int32_t)divide_up(in_features, kind == PAGODA_INT8 ? 4 : kind == PAGODA_BF16 ? 2 : 1);
+    const bool has_pairs = kind == PAGODA_BF16 || kind == PAGODA_FLOAT_CODED;
+    return (int32_t)divide_up(in_features, kind == PAGODA_INT8 ? 4 : has_pairs ? 2 : 1);
 }
 
 pagoda_epilogue pagoda_epilogue_of(int32_t activation) {
@@ -31,7 +32,7 @@ pagoda_epilogue pagoda_epilogue_of(int32_t activation) {
 
 pagoda_weight pagoda_part_of_weight(const pagoda_weight *all, int64_t index, int64_t stride, int64_t outputs) {
     pagoda_weight weight = *all;
-    if (all->kind == PAGODA_CODED) weight.coded += index * stride / (LANES * PANELS_OF_GROUP);
+    if (all->coded) weight.coded += index * stride / (LANES * PANELS_OF_GROUP);
     else weight.words += index * stride * pagoda_num_words(all->kind, all->in_features);
     if (all->scales) weight.scales += index * stride;
     if (all->sums) weight.sums += index * stride;
@@ -87,7 +88,7 @@ INLINE f32x16 product(const linear_call *call, const void *sum, int64_t row, int
         value = __builtin_convertvector(total - 128 * offset, f32x16); /* the rows are offset by 128 */
         value *= f32x16_load(weight->scales + panel * LANES) * call->rows->scales[row];
     }
-    if (weight->kind == PAGODA_CODED && weight->scales) value *= f32x16_load(weight->scales + panel * LANES);
+    if (weight->coded && weight->scales) value *= f32x16_load(weight->scales + panel * LANES);
     if (call->factors) value *= call->factors[row];
     return weight->bias ? value + f32x16_load(weight->bias + panel * LANES) : value;
 }
@@ -170,17 +171,25 @@ static void multiply_group(const linear_call *call, int64_t panel, int64_t row, 
     }
 }
 
-/* Multiplies a range of rows with a segment of some coded panels, and adds to sums [tiles of rows][4][rows][16]. The next
- * segments are fetched meanwhile, as evenly as possible. */
-static void multiply_segment(const linear_call *call, float *sums, int64_t panel, const uint8_t *panels,
-                             const pagoda_code_format *format, const pagoda_panel_layout *layout, int64_t segment,
-                             int64_t row, int64_t end_row) {
+/* Four coded panels. */
+typedef struct {
+    const uint8_t *panels;
+    const pagoda_code_format *format;
+    pagoda_panel_layout layout;
+} coded_group;
+
+/* Multiplies a range of rows with a segment of some coded panels, from `panel` of the group on, and adds to sums [tiles of
+ * rows][4][rows][16]. The next segments are fetched meanwhile, as evenly as possible. */
+static void multiply_segment(const linear_call *call, float *sums, const coded_group *group, int64_t panel,
+                             int64_t segment, int64_t row, int64_t end_row) {
+    const pagoda_panel_layout *layout = &group->layout;
+    const uint8_t *panels = group->panels + panel * layout->panel_bytes;
     const int64_t all_blocks = divide_up(call->weight->in_features, BLOCK_INPUTS);
     const int64_t first_block = segment * SEGMENT_BLOCKS;
     const int64_t num_segments = divide_up(all_blocks, SEGMENT_BLOCKS), later = segment + SEGMENTS_AHEAD;
     const int64_t num_blocks = min(all_blocks - first_block, SEGMENT_BLOCKS);
-    const int64_t decoded_bytes = num_blocks * pagoda_decoded_block_bytes(format);
-    const coded_tile *tiles = coded_tiles_for(format);
+    const int64_t decoded_bytes = num_blocks * pagoda_decoded_block_bytes(group->format);
+    const coded_tile *tiles = coded_tiles_for(group->format);
     uint8_t *decoded = pagoda_scratch(SCRATCH_CODES, (size_t)(CODED_PANELS_AT_ONCE * decoded_bytes));
     const bool is_of_next = later >= num_segments; /* what is fetched is of the next panels */
     coded_fetch fetch = {panels + (is_of_next ? later - num_segments : later) * layout->segment_bytes,
@@ -189,7 +198,7 @@ static void multiply_segment(const linear_call *call, float *sums, int64_t panel
     fetch.lines = divide_up(layout->segment_bytes, 2 * SEGMENT_BLOCKS * CACHE_LINE);
     for (int p = 0; p < CODED_PANELS_AT_ONCE; p++)
         pagoda_decode_segment(decoded + p * decoded_bytes,
-                              panels + p * layout->panel_bytes + segment * layout->segment_bytes, format, layout,
+                              panels + p * layout->panel_bytes + segment * layout->segment_bytes, group->format, layout,
                               num_blocks, fetch.start + p * fetch.panel_stride, fetch.lines);
     fetch.start += num_blocks * fetch.lines * CACHE_LINE;
     for (; row < end_row; row += ROWS_PER_TILE, sums += MAX_PANELS_AT_ONCE * ROWS_PER_TILE * LANES) {
@@ -204,27 +213,60 @@ static void multiply_segment(const linear_call *call, float *sums, int64_t panel
     }
 }
 
-/* The same as multiply_group with coded panels. A segment is decoded once for all rows, to the first cache; one row is
- * multiplied without that. */
+/* The same with words of all four panels of floats, from `first_word` on. */
+static void multiply_floats(const linear_call *call, float *sums, const coded_group *group, int64_t first_word,
+                            int64_t num_words, int64_t row, int64_t end_row) {
+    _Alignas(64) float products[MAX_PANELS_AT_ONCE * ROWS_PER_TILE * LANES];
+    const size_t bytes = (size_t)(MAX_PANELS_AT_ONCE * num_words * LANES + BLOCK_INPUTS / 2 * LANES) * sizeof(uint32_t);
+    uint32_t *words = pagoda_scratch(SCRATCH_CODES, bytes);
+    const bool has_one_tile = end_row - row <= MOST_ROWS_PER_PART && panels_at_once((int)(end_row - row)) == 4;
+    const pagoda_later_codes later = pagoda_codes_after(group->panels, group->format, &group->layout, first_word);
+    pagoda_decode_floats(words, group->panels, group->format, &group->layout, first_word, num_words,
+                         has_one_tile ? later.second : NULL);
+    const void *fetched[] = {later.first, has_one_tile ? words : later.second};
+    int num_tiles = 0;
+    for (; row < end_row; row += ROWS_PER_TILE, sums += MAX_PANELS_AT_ONCE * ROWS_PER_TILE * LANES) {
+        const int num_rows = (int)min(end_row - row, ROWS_PER_TILE), parts = divide_tile(true, num_rows);
+        const uint32_t *rows = call->rows->words + row * call->num_words + first_word * num_rows;
+        for (int part = 0; part < parts; part++) {
+            const int first = num_rows * part / parts, count = num_rows * (part + 1) / parts - first;
+            const tile_function tile = tile_for(PAGODA_BF16, count, true);
+            for (int p = 0; p < MAX_PANELS_AT_ONCE; p += panels_at_once(count), num_tiles++)
+                tile(products + (p * num_rows + first) * LANES, rows + first, num_rows, words + p * num_words * LANES,
+                     num_words, num_tiles < 2 ? fetched[num_tiles] : words);
+        }
+        pagoda_add_scaled(sums, products, num_rows, group->panels, group->format, &group->layout, first_word);
+    }
+}
+
+/* The same as multiply_group with coded panels. A part of them is decoded once for all rows, to the first cache; one row
+ * is multiplied without that. */
 static void multiply_coded_group(const linear_call *call, int64_t panel, int64_t row, int64_t end_row) {
-    const pagoda_coded_panels *group = &call->weight->coded[panel / MAX_PANELS_AT_ONCE];
+    const pagoda_coded_panels *own = &call->weight->coded[panel / MAX_PANELS_AT_ONCE];
     const int32_t in_features = call->weight->in_features;
-    const pagoda_panel_layout layout = pagoda_layout_of_panel(group->format, in_features);
+    const coded_group group = {(const uint8_t *)call->weight->words + own->start, own->format,
+                               pagoda_layout_of_panel(own->format, in_features)};
+    const pagoda_panel_layout *layout = &group.layout;
     const int64_t num_segments = divide_up(in_features, SEGMENT_BLOCKS * BLOCK_INPUTS);
     const int64_t tile_sums = MAX_PANELS_AT_ONCE * ROWS_PER_TILE * LANES;
     const size_t bytes = (size_t)(divide_up(end_row - row, ROWS_PER_TILE) * tile_sums) * sizeof(float);
     float *sums = memset(pagoda_scratch(SCRATCH_CODED_SUMS, bytes), 0, bytes);
-    const uint8_t *panels = (const uint8_t *)call->weight->words + group->start;
-    if (end_row - row == 1) {
-        const uint32_t *words = call->rows->words + row * call->num_words;
+    const uint32_t *only_row = call->rows->words + row * call->num_words;
+    const bool has_floats = call->weight->kind == PAGODA_FLOAT_CODED, has_one = end_row - row == 1;
+    if (has_floats && has_one) {
+        pagoda_multiply_float_row(sums, only_row, group.panels, group.format, layout, call->num_words);
+    } else if (has_floats) {
+        const int64_t step = pagoda_words_of_scale(group.format);
+        for (int64_t word = 0; word < call->num_words; word += step)
+            multiply_floats(call, sums, &group, word, min(step, call->num_words - word), row, end_row);
+    } else if (has_one) {
         for (int64_t p = 0; p < MAX_PANELS_AT_ONCE; p++)
-            pagoda_multiply_coded_row(sums + p * LANES, words, panels + p * layout.panel_bytes, group->format, &layout,
-                                      in_features);
+            pagoda_multiply_coded_row(sums + p * LANES, only_row, group.panels + p * layout->panel_bytes, group.format,
+                                      layout, in_features);
     } else {
         for (int64_t p = 0; p < MAX_PANELS_AT_ONCE; p += CODED_PANELS_AT_ONCE)
             for (int64_t segment = 0; segment < num_segments; segment++)
-                multiply_segment(call, sums, p, panels + p * layout.panel_bytes, group->format, &layout, segment, row,
-                                 end_row);
+                multiply_segment(call, sums, &group, p, segment, row, end_row);
     }
     for (; row < end_row; row += ROWS_PER_TILE, sums += tile_sums)
         finish(call, sums, row, (int)min(end_row - row, ROWS_PER_TILE), panel, MAX_PANELS_AT_ONCE);
@@ -237,7 +279,7 @@ static void multiply_part(void *args, int64_t index) {
     int64_t end_row = min(row + call->rows_per_block, call->rows->num_rows);
     int64_t panel = index % call->parts_per_block * call->panels_per_part;
     int64_t end_panel = min(panel + call->panels_per_part, call->num_panels);
-    const bool is_coded = call->weight->kind == PAGODA_CODED;
+    const bool is_coded = call->weight->coded != NULL;
     for (; panel < end_panel; panel += MAX_PANELS_AT_ONCE) {
         if (is_coded) multiply_coded_group(call, panel, row, end_row);
         else multiply_group(call, panel, row, end_row);
@@ -253,7 +295,7 @@ static void multiply_part_of_group(void *args, int64_t index) {
 
 /* Bytes of a panel; of coded ones, which may differ, of the first. */
 static int64_t panel_bytes(const pagoda_weight *weight) {
-    if (weight->kind == PAGODA_CODED)
+    if (weight->coded)
         return pagoda_layout_of_panel(weight->coded->format, weight->in_features).panel_bytes;
     return (int64_t)pagoda_num_words(weight->kind, weight->in_features) * LANES * 4;
 }

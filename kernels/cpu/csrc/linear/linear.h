@@ -9,6 +9,7 @@
  * unsigned bytes, offset by 128, because that is what the processor's instruction multiplies.
  *
  * Coded weights have panels of their own (codes.h), and the activations for them are quantized in blocks of 32 inputs.
+ * Those for codes that are floats are bfloat16.
  */
 #ifndef PAGODA_LINEAR_H
 #define PAGODA_LINEAR_H
@@ -17,7 +18,7 @@
 
 #include "coded/codes.h"
 
-enum { PAGODA_F32 = 0, PAGODA_BF16 = 1, PAGODA_INT8 = 2, PAGODA_CODED = 3 };
+enum { PAGODA_F32 = 0, PAGODA_BF16 = 1, PAGODA_INT8 = 2, PAGODA_CODED = 3, PAGODA_FLOAT_CODED = 4 };
 enum { ROWS_PER_TILE = 16 };
 enum { PAGODA_SILU = 0, PAGODA_GELU = 1, PAGODA_RELU_SQUARED = 2 }; /* of a feed-forward; the last has no gate */
 
@@ -27,7 +28,7 @@ typedef struct {
     const float *scales;   /* [panels * 16]; of int8 and, or NULL, of coded weights */
     const int32_t *sums;   /* [panels * 16], of each output's int8 weights; int8 only */
     const float *bias;     /* [panels * 16], or NULL */
-    const pagoda_coded_panels *coded; /* [panels / 4]; coded only */
+    const pagoda_coded_panels *coded; /* [panels / 4]; coded ones only, of either kind */
     int32_t kind;
     int32_t in_features;
     int32_t out_features;

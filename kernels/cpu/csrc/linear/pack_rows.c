@@ -72,7 +72,7 @@ static void make_words(const pack_call *call, const float *row, uint32_t *words,
     int64_t width = call->width;
     if (call->kind == PAGODA_F32) {
         memcpy(words, row, (size_t)width * sizeof *row);
-    } else if (call->kind == PAGODA_BF16) {
+    } else if (call->kind == PAGODA_BF16 || call->kind == PAGODA_FLOAT_CODED) {
         for (int64_t i = 0; i < width; i += LANES) bf16_store((bf16 *)words + i, f32x16_load(row + i));
     } else if (call->kind == PAGODA_CODED) {
         make_coded_words(row, width, words);

@@ -9,7 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
 
+from engine.errors import ModelLoadError
 from engine.llm import LLM, RequestOutput
 from engine.models.checkpoint import checkpoint as checkpoint_module
 from engine.models.decoder import coded_plan
@@ -20,8 +24,12 @@ from kernels.cpu.library import library
 from tests.engine.models.checkpoint.formats import test_bitsandbytes as of_bitsandbytes
 from tests.engine.models.checkpoint.formats import test_compressed_integers as of_integers
 from tests.engine.models.checkpoint.formats import test_fp4 as of_fp4
+from tests.engine.models.checkpoint.formats import test_fp8 as of_fp8
 from tests.engine.models.checkpoint.formats import test_gptq_awq as of_gptq_awq
 from tests.engine.models.checkpoint.formats import test_mlx as of_mlx
+from tests.engine.models.checkpoint.formats.quantised import save_quantised
+from tests.engine.models.decoder.latent.latent_families import build_latent_model
+from tests.engine.models.decoder.recurrent.recurrent_families import build_recurrent_model
 from tests.engine.models.gguf import converted
 from tests.engine.oracle import answers, make_llm, random_tokens, run
 from tests.engine.worker.test_tensor_parallel import ThreadRanks
@@ -38,6 +46,13 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "int4": lambda path: of_integers.save("int4 symmetric", path).path,
     "mxfp4": lambda path: of_fp4.save("mxfp4", path).path,
     "nvfp4": lambda path: of_fp4.save("modelopt", path).path,
+    "fp8": lambda path: of_fp8.save("block", path).path,
+    "fp8-channel": lambda path: of_fp8.save("channel", path, "qwen2").path,
+    "fp8-moe": lambda path: of_fp8.save("block", path, "qwen3_moe", num_hidden_layers=2).path,
+    "mxfp8": lambda path: of_fp8.save("mxfp8", path).path,
+    "fp8-qwen3.5": lambda path: fp8_by_layers(path, build_recurrent_model("qwen3.5")),
+    "fp8-nemotron-3": lambda path: fp8_by_layers(path, build_recurrent_model("nemotron-3-super")),
+    "fp8-deepseek-v3": lambda path: fp8_by_layers(path, build_latent_model("deepseek-v3")),
     "bitsandbytes": lambda path: of_bitsandbytes.save("int8", path).path,
     "mlx": lambda path: of_mlx.save(4, path).path,
     "llama": lambda path: gguf(path, "llama"),
@@ -48,8 +63,15 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "falcon-h1": lambda path: gguf(path, "falcon-h1"),
     "granitehybrid-moe": lambda path: gguf(path, "granitehybrid-moe"),
 }
-SMALL = ("gptq", "nvfp4", "llama", "qwen3moe", "qwen35", "falcon-h1")
+SMALL = ("gptq", "nvfp4", "fp8", "fp8-moe", "llama", "qwen3moe", "qwen35", "falcon-h1")
 EVERY = [pytest.param(name, marks=() if name in SMALL else pytest.mark.long) for name in MODELS]
+
+
+def fp8_by_layers(path: Path, model: PreTrainedModel) -> Path:
+    """Save a model as FP8 in blocks but for its embedding, head and routers."""
+    return save_quantised(
+        model, path, of_fp8.fp8_block, of_fp8.fp8(), chosen=lambda name: "layers" in name and "_proj" in name
+    ).path
 
 
 def gguf(path: Path, name: str) -> Path:
@@ -60,7 +82,7 @@ def gguf(path: Path, name: str) -> Path:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    return cache(lambda name: MODELS[name](tmp_path_factory.mktemp("coded")))
+    return cache(lambda name: MODELS[name](tmp_path_factory.mktemp(name)))
 
 
 def prompts(count: int, length: int = 24) -> list[list[int]]:
@@ -68,7 +90,9 @@ def prompts(count: int, length: int = 24) -> list[list[int]]:
 
 
 def coded_llm(path: Path, **options: Any) -> LLM:
-    return make_llm(str(path), **{"quantization": None, "num_blocks": 64, "block_size": 8} | options)
+    """Return an engine; codes that are floats are multiplied in bfloat16 only."""
+    dtype = "bfloat16" if "fp8" in str(path) else "float32"
+    return make_llm(str(path), **{"quantization": None, "num_blocks": 64, "block_size": 8, "dtype": dtype} | options)
 
 
 def logprobs(path: Path, **options: Any) -> list[float]:
@@ -109,7 +133,7 @@ def test_a_token_has_the_same_bits_in_any_batch(name: str, model: Callable[[str]
         llm.engine.close()
 
 
-@pytest.mark.parametrize("name", ["gptq", "llama", "qwen3moe", "qwen35"])
+@pytest.mark.parametrize("name", ["gptq", "fp8", "fp8-moe", "llama", "qwen3moe", "qwen35"])
 def test_ranks_compute_nearly_the_same(
     name: str, model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,6 +187,25 @@ def test_fused_projections_may_have_several_formats(
 ) -> None:
     linears = coded_linears(monkeypatch, model("llama"))
     assert max(len(linear._sections) for linear in linears) > 1
+
+
+def test_floats_are_dequantised_for_another_dtype(
+    model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert len(coded_linears(monkeypatch, model("fp8"))) == 2 * 4
+    assert not coded_linears(monkeypatch, model("fp8"), dtype="float32")
+
+
+@pytest.mark.parametrize(("kind", "code"), [("block", 0x7F), ("block", 0xFF)])
+def test_a_code_that_is_no_number_is_refused(kind: str, code: int, tmp_path: Path) -> None:
+    path = of_fp8.save(kind, tmp_path).path
+    name, file = "model.layers.1.mlp.down_proj.weight", path / "model.safetensors"
+    tensors = load_file(file)
+    tensors[name].view(torch.uint8)[100, 50] = code
+    save_file(tensors, file, {"format": "pt"})
+    for dtype in ("bfloat16", "float32"):
+        with pytest.raises(ModelLoadError, match=f"'{name}'.*not finite"):
+            coded_llm(path, dtype=dtype)
 
 
 def test_nothing_stays_codes_if_that_is_asked_for(
