@@ -5,6 +5,7 @@
     python -m benchmarks.checkpoints DIR --shape qwen3.5-0.8b  # Gated DeltaNet, 1.5 GB
     python -m benchmarks.checkpoints DIR --shape gemma-4-e2b   # shared keys and values, embeddings of layers, 9 GB
     python -m benchmarks.checkpoints DIR --shape glm-4.7-flash-6  # latent attention, 6 of its 47 layers, 7.8 GB
+    python -m benchmarks.checkpoints DIR --fp8              # linear layers in FP8, blocks of 128 x 128
     python -m benchmarks.checkpoints DIR --shape tiny       # to try out a benchmark
 
 Weights are N(0, 0.02) with a fixed seed. Speed does not depend on what the weights are; answers are noise. The
@@ -15,16 +16,18 @@ has no text.
 from __future__ import annotations
 
 import argparse
+import json
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-__all__ = ["SHAPES", "write_checkpoint"]
+__all__ = ["SHAPES", "quantize_to_fp8", "write_checkpoint"]
 
 _QWEN3_0_6B: dict[str, Any] = {
     "model_type": "qwen3",
@@ -85,6 +88,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 LEARNT_TOKENS = 2048
+_BLOCK, _LARGEST_E4M3 = 128, 448
 SOURCE_FILES = 60  # of the standard library
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -102,6 +106,23 @@ def write_checkpoint(directory: Path, shape: dict[str, Any], *, seed: int = 0) -
     model.save_pretrained(directory, save_original_format=False)  # experts in stacks: splitting them takes memory
     _tokenizer().save_pretrained(directory)
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def quantize_to_fp8(directory: Path) -> None:
+    """Quantize the linear layers of a checkpoint, as DeepSeek's and Qwen's FP8 checkpoints are."""
+    for file in directory.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in [name for name in tensors if name.endswith("_proj.weight")]:
+            weight = tensors[name].float()
+            blocks = [band.split(_BLOCK, dim=1) for band in weight.split(_BLOCK)]
+            scales = torch.tensor([[float(block.abs().max()) / _LARGEST_E4M3 for block in band] for band in blocks])
+            spread = scales.repeat_interleave(_BLOCK, 0).repeat_interleave(_BLOCK, 1)
+            codes = weight / spread[: weight.shape[0], : weight.shape[1]]
+            tensors |= {name: codes.to(torch.float8_e4m3fn), f"{name}_scale_inv": scales}
+        save_file(tensors, file, {"format": "pt"})
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [_BLOCK, _BLOCK]}
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
@@ -130,9 +151,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Write a checkpoint with random weights.")
     parser.add_argument("directory", type=Path)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
+    parser.add_argument("--fp8", action="store_true", help="quantize the linear layers")
     options = parser.parse_args(arguments)
     parameters = write_checkpoint(options.directory, SHAPES[options.shape])
-    print(f"{options.directory}: {options.shape}, {parameters / 1e6:.1f} M parameters, bfloat16, random")
+    if options.fp8:
+        quantize_to_fp8(options.directory)
+    dtype = "FP8" if options.fp8 else "bfloat16"
+    print(f"{options.directory}: {options.shape}, {parameters / 1e6:.1f} M parameters, {dtype}, random")
 
 
 if __name__ == "__main__":

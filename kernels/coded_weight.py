@@ -11,7 +11,7 @@ and factors into a CodedMatrix; a linear method packs them for its device.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from typing import Literal
 
@@ -76,8 +76,13 @@ class CodeFormat:
         assert self.granule in (16, 32)
         assert outers & outers - 1 == 0 or outers * self.granule % SEGMENT_INPUTS == 0
         assert not self.levels or (self.bits == 4 and len(self.levels) == 16)
-        has_only_scales = self.zero_kind == "constant" and not (self.zero or self.has_inner or self.has_output_scales)
+        has_only_scales = self.zero_kind == "constant" and not (self.zero or self.has_inner)
         assert self.floats is None or (self.bits == 8 and self.granule == BLOCK_INPUTS and has_only_scales)
+
+    @property
+    def with_output_scales(self) -> CodeFormat:
+        """The same with a factor of each output."""
+        return replace(self, has_output_scales=True)
 
     @property
     def code_dtype(self) -> torch.dtype:
@@ -151,6 +156,11 @@ class CodedMatrix:
     def with_parts(self, parts: Mapping[str, torch.Tensor]) -> CodedMatrix:
         """Return a matrix of this format with other tensors, by name."""
         return CodedMatrix(format=self.format, **parts)
+
+    def times(self, factor: float) -> CodedMatrix:
+        """Return the matrix times a factor, which its output scales have."""
+        scales = torch.ones(self.shape[0]) if self.output_scales is None else self.output_scales
+        return replace(self, format=self.format.with_output_scales, output_scales=scales * factor)
 
     def rows(self, index: slice | list[int] | torch.Tensor) -> CodedMatrix:
         """Return some outputs, in the order of ``index``."""

@@ -50,6 +50,11 @@ class WeightKind(IntEnum):
         """Whether each output has a scale, and the sum of its weights is kept."""
         return self is WeightKind.INT8
 
+    @property
+    def is_coded(self) -> bool:
+        """Whether the weights are codes, whose formats their sections have."""
+        return self in (WeightKind.CODED, WeightKind.FLOAT_CODED)
+
 
 _WORDS = {  # inputs, and the words that their activations take
     WeightKind.FLOAT32: (1, 1),

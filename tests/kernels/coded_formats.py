@@ -30,6 +30,5 @@ def any_format(draw: st.DrawFn) -> CodeFormat:
     )
     if form.bits == 8 and draw(st.booleans()):
         floats = draw(st.sampled_from(["e4m3", "e5m2"]))
-        outers, outer_type = form.granules_per_outer, form.outer_type
-        return CodeFormat(bits=8, granules_per_outer=outers, outer_type=outer_type, floats=floats)
+        return replace(form, granule=32, has_inner=False, zero_kind="constant", zero=0.0, floats=floats)
     return replace(form, levels=LEVELS) if form.bits == 4 and draw(st.booleans()) else form

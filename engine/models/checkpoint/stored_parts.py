@@ -6,6 +6,7 @@ other names, other orders of rows, and factors that are multiplied into the weig
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -19,7 +20,16 @@ from engine.models.config.shapes.recurrent.gated_delta import GatedDeltaShape
 from engine.models.config.shapes.recurrent.kimi_delta import KimiDeltaShape
 from engine.models.config.shapes.recurrent.short_conv import ConvShape
 
-__all__ = ["EMBEDDING", "HEAD", "LAYER_EMBEDDING", "Part", "stored_parts", "stored_with_prefix", "unread"]
+__all__ = [
+    "EMBEDDING",
+    "HEAD",
+    "LAYER_EMBEDDING",
+    "Part",
+    "have_factors",
+    "stored_parts",
+    "stored_with_prefix",
+    "unread",
+]
 
 EMBEDDING, NORM, HEAD = "embed_tokens.weight", "norm.weight", "lm_head.weight"
 LAYER_EMBEDDING = "per_layer_inputs.embed_tokens_per_layer.weight"
@@ -51,6 +61,11 @@ class Part:
     def is_as_stored(self) -> bool:
         """Whether the numbers are in the order in which they are stored, and the same."""
         return self.order is None and self.scale == 1.0
+
+
+def have_factors(parts: Iterable[Part]) -> bool:
+    """Return whether the stored numbers of some of a parameter's parts are multiplied."""
+    return any(part.scale != 1.0 for part in parts)
 
 
 def stored_with_prefix(name: str, checkpoint: Checkpoint, config: ModelConfig) -> str:

@@ -24,7 +24,15 @@ from engine.models.checkpoint.finite import is_finite
 from engine.models.checkpoint.own_memory import own_memory
 from engine.models.checkpoint.progress import with_progress
 from engine.models.checkpoint.sharding import Shard
-from engine.models.checkpoint.stored_parts import EMBEDDING, HEAD, Part, stored_parts, stored_with_prefix, unread
+from engine.models.checkpoint.stored_parts import (
+    EMBEDDING,
+    HEAD,
+    Part,
+    have_factors,
+    stored_parts,
+    stored_with_prefix,
+    unread,
+)
 from engine.models.checkpoint.unneeded_bias import unneeded_biases
 from engine.models.checkpoint.weight_errors import weights_not_finite
 from engine.models.config.model_config import ModelConfig
@@ -190,7 +198,8 @@ def _read_each(
         for part in parameter.parts:
             checkpoint.reached(part.name)
         if parameter.is_coded:
-            return coded_weight([_read_coded(checkpoint, part) for part in parameter.parts])
+            has_factors = have_factors(parameter.parts)
+            return coded_weight([_read_coded(checkpoint, part, has_factors=has_factors) for part in parameter.parts])
         is_mapped = may_be_mapped(parameter.name) and ".experts." not in parameter.name  # those are put into one tensor
         weight, is_known_finite = _assemble(checkpoint, parameter, device, may_be_mapped=is_mapped)
         if not is_known_finite and not is_finite(weight):
@@ -211,8 +220,10 @@ def _read_each(
         del weight  # else it would stay in memory during the wait for the next one
 
 
-def _read_coded(checkpoint: Checkpoint, part: Part) -> CodedMatrix:
+def _read_coded(checkpoint: Checkpoint, part: Part, *, has_factors: bool) -> CodedMatrix:
     matrix = checkpoint.read_coded(part.name, part.shard)
+    if has_factors:
+        matrix = matrix.times(part.scale)
     if part.order is None:
         return matrix
     firsts = torch.arange(0, matrix.shape[0], len(part.order))

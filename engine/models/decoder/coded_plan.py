@@ -12,7 +12,7 @@ from typing import Literal
 
 from engine.models.checkpoint.checkpoint import Checkpoint
 from engine.models.checkpoint.expert_weights import unstack
-from engine.models.checkpoint.stored_parts import EMBEDDING, HEAD, Part, stored_parts
+from engine.models.checkpoint.stored_parts import EMBEDDING, HEAD, Part, have_factors, stored_parts
 from engine.models.config.model_config import ModelConfig
 from engine.models.tensor_parallel import TensorParallel
 from kernels.coded_weight import Section
@@ -153,13 +153,15 @@ def _is_linear(name: str) -> bool:
     return first == "layers" and any(own in names for names in _NAMES.values())
 
 
-def _sections(shape: list[int], parts: Iterable[Part], checkpoint: Checkpoint) -> tuple[Section, ...] | None:
+def _sections(shape: list[int], parts: Sequence[Part], checkpoint: Checkpoint) -> tuple[Section, ...] | None:
     """Return the formats of a parameter's outputs; None if it has to be dequantised."""
     sections: list[Section] = []
+    has_factors = have_factors(parts)
     for part in parts:
         form = checkpoint.code_format(part.name, part.shard) if part.name in checkpoint else None
-        if form is None or part.scale != 1.0:
+        if form is None:
             return None
+        form = form.with_output_scales if has_factors else form
         is_share = part.shard is not None and part.shard.dim == 0
         count = part.shard.stop - part.shard.start if is_share and part.shard is not None else shape[0]
         if sections and sections[-1].format == form:

@@ -11,7 +11,7 @@ from kernels.cpu.linear import WeightKind, has_int8
 from kernels.experts import reference as moe_reference
 
 HIDDEN, INNER, SHARED, NUM_EXPERTS, TOP_K = 72, 40, 24, 11, 3
-PLAIN_KINDS = [kind for kind in WeightKind if kind is not WeightKind.CODED]
+PLAIN_KINDS = [kind for kind in WeightKind if not kind.is_coded]
 EPS = 1e-6
 # Of an element, relative to the largest one of a row. bfloat16 and int8: what is rounded between two products may be
 # rounded otherwise after a sum in another order.

@@ -12,7 +12,7 @@ from kernels.cpu.linear import PackedLinear, WeightKind, has_int8, linear
 
 # Relative to the largest result. float32 sums in another order; so does bfloat16, whose products are exact; an element
 # halfway between two int8 steps may be rounded to either.
-PLAIN_KINDS = [kind for kind in WeightKind if kind is not WeightKind.CODED]
+PLAIN_KINDS = [kind for kind in WeightKind if not kind.is_coded]
 TOLERANCES = {WeightKind.FLOAT32: 2e-6, WeightKind.BFLOAT16: 1e-4, WeightKind.INT8: 2e-3}
 
 

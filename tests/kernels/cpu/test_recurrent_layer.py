@@ -19,7 +19,7 @@ from kernels.cpu.step import CpuStep, all_layers, mixer_half, mlp_half
 from kernels.recurrent.reference import ReferenceOps
 from kernels.recurrent_metadata import RecurrentMetadata
 
-PLAIN_KINDS = [kind for kind in WeightKind if kind is not WeightKind.CODED]
+PLAIN_KINDS = [kind for kind in WeightKind if not kind.is_coded]
 HIDDEN = 48
 EPS = 1e-6
 CONV = RecurrentSizes(

@@ -30,6 +30,7 @@ from tests.engine.models.checkpoint.formats import test_mlx as of_mlx
 from tests.engine.models.checkpoint.formats.quantised import save_quantised
 from tests.engine.models.decoder.latent.latent_families import build_latent_model
 from tests.engine.models.decoder.recurrent.recurrent_families import build_recurrent_model
+from tests.engine.models.decoder.recurrent.test_formats import INT4
 from tests.engine.models.gguf import converted
 from tests.engine.oracle import answers, make_llm, random_tokens, run
 from tests.engine.worker.test_tensor_parallel import ThreadRanks
@@ -52,6 +53,16 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "mxfp8": lambda path: of_fp8.save("mxfp8", path).path,
     "fp8-qwen3.5": lambda path: fp8_by_layers(path, build_recurrent_model("qwen3.5")),
     "fp8-nemotron-3": lambda path: fp8_by_layers(path, build_recurrent_model("nemotron-3-super")),
+    "fp8-falcon-h1": lambda path: fp8_by_layers(path, build_recurrent_model("falcon-h1")),
+    "int4-granite-4-h": lambda path: (
+        save_quantised(
+            build_recurrent_model("granite-4-h"),
+            path,
+            lambda _, weight: of_integers.encode(weight, "int4 symmetric"),
+            {"quantization_config": INT4},
+            chosen=is_projection,
+        ).path
+    ),
     "fp8-deepseek-v3": lambda path: fp8_by_layers(path, build_latent_model("deepseek-v3")),
     "bitsandbytes": lambda path: of_bitsandbytes.save("int8", path).path,
     "mlx": lambda path: of_mlx.save(4, path).path,
@@ -69,9 +80,11 @@ EVERY = [pytest.param(name, marks=() if name in SMALL else pytest.mark.long) for
 
 def fp8_by_layers(path: Path, model: PreTrainedModel) -> Path:
     """Save a model as FP8 in blocks but for its embedding, head and routers."""
-    return save_quantised(
-        model, path, of_fp8.fp8_block, of_fp8.fp8(), chosen=lambda name: "layers" in name and "_proj" in name
-    ).path
+    return save_quantised(model, path, of_fp8.fp8_block, of_fp8.fp8(), chosen=is_projection).path
+
+
+def is_projection(name: str) -> bool:
+    return "layers" in name and "_proj" in name
 
 
 def gguf(path: Path, name: str) -> Path:
