@@ -23,7 +23,7 @@ from deployments.api.openai.writers import ChatWriters, CompletionWriters
 from deployments.api.prompts import PromptBuilder
 from deployments.api.queue_limits import check_queue_limits
 from deployments.api.sse import EventStream
-from deployments.api.writers import Answer, EventWriter, ResponseHead, Usage, Writers, best_answers
+from deployments.api.writers import Answer, ResponseHead, Usage, Writers, best_answers
 from deployments.config import AppConfig
 from deployments.errors import ApiError
 from deployments.request_log.log import RequestLog
@@ -74,7 +74,7 @@ class Serving:
         Args:
             body: the conversation; other APIs translate theirs to it.
             writers: how the API writes answers in a format.
-            background: starts to compute the whole response, and returns another one at once; None to wait for it.
+            background: starts to compute the response, and returns another one at once; None to wait for it.
         """
         self._admit(body)
         builder = await self._prompts.get()
@@ -142,10 +142,11 @@ class Serving:
         response_id = f"{writers.id_prefix}{body.request_id or current_record().request_id}"
         self._fill_record(body, generations, response_id, self._log.prompt(builder.tokenizer, prompts[0].token_ids))
         head = ResponseHead(response_id, int(time.time()), self.model)
+        answer: Callable[[], Awaitable[Response]]
         if body.stream:
-            with _named_by(body):
-                return await _streamed(writers.events(head, body, builder.tokenizer, generations), generations)
-        answer = partial(_whole, writers, head, generations, body, builder, cost_per_character)
+            answer = partial(_streamed, writers, head, generations, body, builder)
+        else:
+            answer = partial(_whole, writers, head, generations, body, builder, cost_per_character)
         return await answer() if background is None else background(head, generations, answer)
 
     def _fill_record(
@@ -167,14 +168,22 @@ def _named_by(body: GenerationRequest) -> Iterator[None]:
         raise body.renamed(error) from None
 
 
-async def _streamed(events: EventWriter, generations: Sequence[Generation]) -> Response:
-    deltas = merge([generation.deltas() for generation in generations])
-    try:
-        first = await anext(deltas)  # an error in the first second still has a status of its own
-        return EventStream(first, deltas, events, _headers(generations))
-    except BaseException:
-        await deltas.aclose()
-        raise
+async def _streamed(
+    writers: Writers[Body],
+    head: ResponseHead,
+    generations: Sequence[Generation],
+    body: Body,
+    builder: PromptBuilder,
+) -> Response:
+    with _named_by(body):
+        events = writers.events(head, body, builder.tokenizer, generations)
+        deltas = merge([generation.deltas() for generation in generations])
+        try:
+            first = await anext(deltas)  # an error in the first second still has a status of its own
+            return EventStream(first, deltas, events, _headers(generations))
+        except BaseException:
+            await deltas.aclose()
+            raise
 
 
 async def _whole(

@@ -211,3 +211,17 @@ def _is_healthy(server: Server) -> bool:
         return httpx.get(f"{server.url}/health", timeout=HANG_S).is_success
     except httpx.TransportError:
         return False
+
+
+def test_a_stream_in_the_background_outlives_its_client(api: openai.OpenAI) -> None:
+    asked: Any = ASKED | {"max_output_tokens": 400, "extra_body": {"ignore_eos": True, "min_tokens": 400}}
+    with api.responses.create(**asked, background=True, stream=True) as stream:
+        first = next(iter(stream))
+    assert first.type == "response.created"
+    response_id = first.response.id
+    events = list(api.responses.retrieve(response_id, stream=True, starting_after=first.sequence_number))
+    assert [event.sequence_number for event in events] == list(range(1, len(events) + 1))
+    last = events[-1]
+    assert last.type == "response.incomplete"
+    assert api.responses.retrieve(response_id) == last.response
+    assert list(api.responses.retrieve(response_id, stream=True, starting_after=5)) == events[5:]

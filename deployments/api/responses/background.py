@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from deployments.api.error_responses import record_api_error
 from deployments.api.json_response import JsonResponse, encode_json
+from deployments.api.responses.event_log import EventLog, follow
 from deployments.api.responses.input_items import InputItem
 from deployments.api.responses.protocol import ResponseRequest
 from deployments.api.responses.resource import ResponseResource
 from deployments.api.responses.store import ResponseStore, StoredResponse
 from deployments.api.responses.translation import renamed
+from deployments.api.sse import EventStream
 from deployments.api.writers import ResponseHead
 from deployments.errors import ApiError
 from deployments.request_log.record import CLIENT_CLOSED, current_record
@@ -33,6 +35,7 @@ class _Run:
     resource: ResponseResource
     generation: Generation
     input: bytes  # the JSON list of its input items
+    log: EventLog | None  # of a stream
     task: asyncio.Task[None] | None = None
 
     def stored(self, response: dict[str, Any]) -> StoredResponse:
@@ -59,6 +62,7 @@ class BackgroundResponses:
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
         self._running: dict[str, _Run] = {}  # by id
+        self._logs: dict[str, EventLog] = {}  # of the streams whose last event has not been written
         self._lock = threading.Lock()  # so that a response is found while it moves to the store
 
     def start(
@@ -67,9 +71,9 @@ class BackgroundResponses:
         items: Sequence[InputItem],
         head: ResponseHead,
         generations: Sequence[Generation],
-        answer: Callable[[], Awaitable[object]],
+        answer: Callable[[], Awaitable[Response]],
     ) -> Response:
-        """Start to compute a response, and return it as it is now: queued.
+        """Start to compute a response, and return it as it is now: queued; or return its events.
 
         Args:
             request: the body.
@@ -79,11 +83,20 @@ class BackgroundResponses:
             answer: computes the response, whose writer calls ``complete``.
         """
         resource = ResponseResource(head, request, is_stored=True)
-        run = _Run(resource, generations[0], encoded([item.listed() for item in items]))
+        log = EventLog() if request.stream else None
+        run = _Run(resource, generations[0], encoded([item.listed() for item in items]), log)
         run.task = current_record().background = asyncio.create_task(self._compute(run, answer))
         with self._lock:
             self._running[head.id] = run
-        return JsonResponse(run.present())
+        if log is None:
+            return JsonResponse(run.present())
+        self._logs[head.id] = log
+        run.task.add_done_callback(lambda _: self._end_log(head.id, log))
+        return StreamingResponse(follow(log.later), media_type=EventStream.media_type)
+
+    def log_of(self, response_id: str) -> EventLog | None:
+        """Return the events of a stream that has not ended; None if there is none."""
+        return self._logs.get(response_id)
 
     def complete(self, response: dict[str, Any]) -> None:
         """Keep a response that has its answer, unless it was cancelled or deleted before. Any thread may call this."""
@@ -115,14 +128,33 @@ class BackgroundResponses:
             run.task.cancel()
         return run
 
-    async def _compute(self, run: _Run, answer: Callable[[], Awaitable[object]]) -> None:
+    def _end_log(self, response_id: str, log: EventLog) -> None:
+        """Keep all events of a response that is kept."""
+        del self._logs[response_id]
+        stored = self._store.get(response_id)
+        if stored is not None:
+            self._store.put(response_id, replace(stored, events=tuple(log.events)))
+        log.end()
+
+    async def _compute(self, run: _Run, answer: Callable[[], Awaitable[Response]]) -> None:
         try:
-            await answer()
+            response = await answer()
+            if run.log is not None:
+                await response({"type": "http"}, _receive_nothing, run.log.send)
+                self.complete(run.log.last_response())  # one that failed; others have been kept by their writer
         except asyncio.CancelledError:  # by ``_stop``, which has kept what is to be kept
             current_record().error = ApiError(CLIENT_CLOSED, "the response was cancelled")
         except Exception as error:
             named = renamed(error) if isinstance(error, RequestError) else error
-            self.complete(run.resource.failed(run.generation.params, [], record_api_error(named)))
+            failed = run.resource.failed(run.generation.params, [], record_api_error(named))
+            if run.log is not None:
+                run.log.fail(failed)
+            self.complete(failed)
+
+
+async def _receive_nothing() -> Any:
+    """Wait for ever: a response in the background has no client that disconnects."""
+    await asyncio.Future()
 
 
 def encoded(value: Any) -> bytes:

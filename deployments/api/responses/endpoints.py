@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.datastructures import QueryParams
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from deployments.api.body import MAX_INLINE_BYTES, BodyReader
 from deployments.api.json_response import JsonResponse
@@ -24,6 +24,7 @@ from deployments.api.responses.truncation import last_turns
 from deployments.api.responses.writers import Keep, ResponseWriters
 from deployments.api.routes import ApiRoute
 from deployments.api.serving import Serving
+from deployments.api.sse import EventStream
 from deployments.config import LimitOptions
 from deployments.errors import ApiError
 from engine.errors import PromptTooLongError, RequestError, shown
@@ -87,9 +88,10 @@ class Responses:
         return JsonResponse({"object": "response.input_tokens", "input_tokens": len(token_ids)})
 
     async def retrieve(self, response_id: str, request: Request) -> Response:
-        """Return a response that is kept."""
+        """Return a response that is kept, or the events of one that is streamed in the background."""
         if request.query_params.get("stream", "").lower() == "true":
-            raise ApiError(501, "stream=true is not offered; leave it out to get the whole response", param="stream")
+            events = await self.kept.events(response_id, _first_event(request.query_params))
+            return StreamingResponse(events, media_type=EventStream.media_type)
         return Response((await self.kept.get(response_id)).response, media_type=JsonResponse.media_type)
 
     async def cancel(self, response_id: str) -> Response:
@@ -146,6 +148,17 @@ async def _chat(body: ResponseRequest, items: Sequence[InputItem], num_bytes: in
     if num_bytes <= MAX_INLINE_BYTES:
         return chat_request(body, items, num_bytes)
     return await asyncio.to_thread(chat_request, body, items, num_bytes)
+
+
+def _first_event(query: QueryParams) -> int:
+    """Return the index of the first event after the one that ``starting_after`` of a query names."""
+    after = query.get("starting_after")
+    if after is None:
+        return 0
+    if not (after.isdecimal() and len(after) < 10):
+        problem = f"starting_after={shown(after)} is invalid; give the sequence number of an event"
+        raise ApiError(400, problem, param="starting_after")
+    return int(after) + 1
 
 
 def _page(items: list[dict[str, Any]], query: QueryParams) -> dict[str, Any]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from deployments.api.body import MAX_INLINE_BYTES
 from deployments.api.responses.background import BackgroundResponses, encoded
+from deployments.api.responses.event_log import follow
 from deployments.api.responses.input_items import InputItem, InputMessage, ItemReference, parse_conversation
 from deployments.api.responses.protocol import ResponseRequest
 from deployments.api.responses.store import ResponseStore, StoredResponse
@@ -51,8 +53,9 @@ class KeptResponses:
         self.store.put(response["id"], StoredResponse(encoded(response), encoded(listed), item_ids))
 
     def find(self, response_id: str) -> StoredResponse | None:
-        """Return a response of this ingress; None if it keeps none with this id."""
-        return self.background.get(response_id) or self.store.get(response_id)
+        """Return a response of this ingress, without its events; None if it keeps none with this id."""
+        stored = self.background.get(response_id) or self.store.get(response_id)
+        return None if stored is None else replace(stored, events=())
 
     def cancel_own(self, response_id: str) -> StoredResponse | None:
         """End a response of this ingress that is being computed, and return it; None if this ingress keeps none."""
@@ -75,6 +78,38 @@ class KeptResponses:
         if stored is None:
             raise self._not_found("response", response_id)
         return stored
+
+    async def later_events(self, response_id: str, num_known: int) -> tuple[list[bytes], bool] | None:
+        """Return events of a response of this ingress as `EventLog.later` does; None if it keeps none of them."""
+        log = self.background.log_of(response_id)
+        if log is not None:
+            return await log.later(num_known)
+        stored = self.store.get(response_id)
+        return None if stored is None or not stored.events else (list(stored.events[num_known:]), True)
+
+    async def events(self, response_id: str, first: int) -> AsyncIterator[bytes]:
+        """Return an iterator of the events of a response, from the index ``first`` on.
+
+        Raises:
+            ApiError: 404 if no ingress keeps it, 400 if it was not streamed in the background.
+        """
+
+        async def later(num_known: int) -> tuple[list[bytes], bool]:
+            events = await self.later_events(response_id, num_known)
+            if events is None and _ID.fullmatch(response_id):
+                events = await self._ask_ingresses("later_events", (response_id, num_known))
+            if events is None:
+                await self.get(response_id)
+                problem = f"response {shown(response_id)} was not created with background=true and stream=true"
+                raise ApiError(400, f"{problem}; leave out stream to get the whole response", param="stream")
+            return events
+
+        known = await later(first)  # an error has a status of its own
+
+        async def known_or_later(num_known: int) -> tuple[list[bytes], bool]:
+            return known if num_known == first else await later(num_known)
+
+        return follow(known_or_later, first)
 
     async def cancel(self, response_id: str) -> StoredResponse:
         """End a response that is computed in the background, and return it; one that has ended stays as it is.

@@ -65,7 +65,11 @@ _PAGE = (
 
 CREATE = Description(_TAG, (ResponseRequest,), (ResponseObject,), _EVENTS, GENERATES)
 RETRIEVE = Description(
-    _TAG, responses=(ResponseObject,), statuses=_NOT_FOUND | {501}, query=(Query("stream", {"type": "boolean"}),)
+    _TAG,
+    responses=(ResponseObject,),
+    stream=_EVENTS,
+    statuses=_NOT_FOUND | {400},
+    query=(Query("stream", {"type": "boolean"}), Query("starting_after", {"type": "integer", "minimum": 0})),
 )
 CANCEL = Description(_TAG, responses=(ResponseObject,), statuses=_NOT_FOUND | {400})
 DELETE = Description(_TAG, responses=(DeletedResponse,), statuses=_NOT_FOUND)

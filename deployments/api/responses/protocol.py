@@ -138,8 +138,9 @@ class ResponseRequest(_Fields):
             value = (self.model_extra or {}).get(name)
             if value is not None and value not in neutral:
                 raise ApiError(501, f"{name}={shown(value)} is not offered; leave it out", param=name)
-        if self.background:
-            self._check_background()
+        if self.background and not self.is_stored:
+            remedy = "leave out store: the response is retrieved by its id"
+            raise RequestError("cannot be combined with store=False", param="background", value=True, remedy=remedy)
         if not self.input and self.previous_response_id is None:
             raise RequestError("is empty", param="input", remedy="give text or at least one item")
         form = self.text_format
@@ -149,16 +150,6 @@ class ResponseRequest(_Fields):
         check_size("tools", [tool.parameters for tool in self.tools or ()])  # also of those that are not allowed
         _require_finite("tools", [tool.parameters for tool in self.tools or ()])
         _require_finite("text.format.schema", form.schema_)
-
-    def _check_background(self) -> None:
-        if self.stream:
-            problem = (
-                "stream=True is not offered with background=True; leave it out, and retrieve the response by its id"
-            )
-            raise ApiError(501, problem, param="stream")
-        if not self.is_stored:
-            remedy = "leave out store: the response is retrieved by its id"
-            raise RequestError("cannot be combined with store=False", param="background", value=True, remedy=remedy)
 
     def set_num_bytes(self, num_bytes: int) -> None:
         """Set the length of the JSON."""

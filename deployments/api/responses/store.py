@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections import OrderedDict
@@ -25,6 +26,7 @@ class StoredResponse:
         item_ids: of its output.
         status: of the response.
         is_background: whether it was created with ``background``.
+        events: of its stream, if that was in the background.
     """
 
     response: bytes
@@ -32,11 +34,13 @@ class StoredResponse:
     item_ids: tuple[str, ...] = ()
     status: str = "completed"
     is_background: bool = False
+    events: tuple[bytes, ...] = ()
 
     @property
     def num_bytes(self) -> int:
         """Bytes of memory, about."""
-        return len(self.response) + len(self.input) + _BYTES_PER_ITEM * (1 + len(self.item_ids))
+        events = sum(map(sys.getsizeof, self.events))
+        return len(self.response) + len(self.input) + events + _BYTES_PER_ITEM * (1 + len(self.item_ids))
 
 
 class ResponseStore:

@@ -58,12 +58,12 @@ def check_items(body: dict[str, Any]) -> ResponseItemList:
     return listed
 
 
-def events_of(text: str) -> list[dict[str, Any]]:
-    """Return the events of a stream: each has a line with its type, and the next number."""
+def events_of(text: str, first: int = 0) -> list[dict[str, Any]]:
+    """Return the events of a stream: each has a line with its type, and the next number from ``first`` on."""
     assert text.endswith("\n\n")
     events = []
     blocks = [block for block in text.removesuffix("\n\n").split("\n\n") if not block.startswith(":")]  # a comment
-    for number, block in enumerate(blocks):
+    for number, block in enumerate(blocks, first):
         head, _, data = block.partition("\n")
         event = json.loads(data.removeprefix("data: "))
         assert head == f"event: {event['type']}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ from starlette.testclient import TestClient
 
 from deployments.ingress import Ingress
 from engine.errors import EngineDeadError, RequestError
-from tests.deployments.api.responses.conftest import PATH, comparable, create, rejected
-from tests.deployments.api.responses.official import check_response
+from tests.deployments.api.responses.conftest import PATH, comparable, create, rejected, stream
+from tests.deployments.api.responses.official import check_events, check_response, events_of
 from tests.deployments.conftest import OpenClient
 from tests.deployments.fakes import FakeDispatch, FakeEngines, output
 from tests.waiting import until, until_in_loop
@@ -152,6 +153,97 @@ def test_a_response_that_fails_says_why(
     assert failed["error"]["code"] == code
     assert message in failed["error"]["message"], failed
     assert "is failed" in rejected(client, previous_response_id=response_id)["message"]
+
+
+def started_stream(client: TestClient, ingress: Any) -> str:
+    """Return the id of a stream in the background; its client, in a thread, gets the events at its end."""
+    body = {"input": "Hi", "background": True, "stream": True}
+    threading.Thread(target=client.post, args=(PATH,), kwargs={"json": body}, daemon=True).start()
+    logs = ingress.endpoints.responses.kept.background._logs
+    return str(until(lambda: next(iter(logs), None), "the response is created"))
+
+
+def followed(client: TestClient, response_id: str, known: int = -1) -> list[dict[str, Any]]:
+    """Return the events of a stream in the background after a known one."""
+    query = {"stream": "true"} | ({"starting_after": str(known)} if known >= 0 else {})
+    answer = client.get(f"{PATH}/{response_id}", params=query)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    return events_of(answer.text, known + 1)
+
+
+def test_a_stream_in_the_background_is_that_of_a_waiting_client(client: TestClient) -> None:
+    direct = stream(client)
+    events = stream(client, background=True)
+    ended = check_events(events)
+    assert comparable(ended) == comparable(check_events(direct)) | {"background": True}
+    assert [event["type"] for event in events] == [event["type"] for event in direct]
+    until_it_is(client, ended["id"], "completed")
+    assert retrieve(client, ended["id"]) == ended
+
+
+def test_a_stream_is_followed_from_any_event_at_every_ingress(
+    open_client: OpenClient, engines: FakeEngines, release: threading.Event, ingresses: list[Any]
+) -> None:
+    maker, other = open_client(), open_client()
+    engines.scripts = [HELD]
+    response_id = started_stream(maker, ingresses[0])
+    until_it_is(other, response_id, "in_progress")
+    threading.Timer(0.1, release.set).start()
+    events = followed(other, response_id)
+    assert check_events(deepcopy(events)) == until_it_is(maker, response_id, "completed")
+    assert len(events) > 6
+    for client in (maker, other):  # also after its end
+        assert followed(client, response_id) == events
+        for known in (0, 4, len(events) - 2):
+            assert followed(client, response_id, known) == events[known + 1 :]
+        after_the_end = {"stream": "true", "starting_after": str(len(events) + 5)}
+        assert client.get(f"{PATH}/{response_id}", params=after_the_end).text == ""
+
+
+def test_a_stream_in_the_background_ends_with_a_failure(open_client: OpenClient, engines: FakeEngines) -> None:
+    client = open_client(limits={"max_migrations": 0})
+    for script in ([EngineDeadError("gone")], [output([70]), EngineDeadError("gone")]):
+        engines.scripts = [script]
+        *_, last = events = stream(client, background=True)
+        assert last["type"] == "response.failed"
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        failed = until_it_is(client, last["response"]["id"], "failed")
+        assert failed["error"] == last["response"]["error"]
+        assert followed(client, failed["id"]) == events
+
+
+@pytest.mark.parametrize("ending", ["cancel", "delete"])
+def test_a_stream_ends_when_its_response_is_cancelled_or_deleted(
+    ending: str, client: TestClient, ingress: Ingress, engines: FakeEngines, release: threading.Event
+) -> None:
+    engines.scripts = [HELD]
+    response_id = started_stream(client, ingress)
+    until_it_is(client, response_id, "in_progress")
+    end = client.post(f"{PATH}/{response_id}/cancel") if ending == "cancel" else client.delete(f"{PATH}/{response_id}")
+    assert end.status_code == 200
+    until(lambda: engines.dispatches[-1].ended, "the engine's request is aborted")
+    if ending == "cancel":
+        assert [event["type"] for event in followed(client, response_id)][:2] == [
+            "response.created",
+            "response.in_progress",
+        ]
+    else:
+        assert client.get(f"{PATH}/{response_id}?stream=true").status_code == 404
+
+
+def test_what_cannot_be_followed(client: TestClient) -> None:
+    for response_id in (create(client)["id"], start(client)):
+        until_it_is(client, response_id, "completed")
+        answer = client.get(f"{PATH}/{response_id}?stream=true")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream")
+        assert "background=true and stream=true" in answer.json()["error"]["message"]
+    answer = client.get(f"{PATH}/resp_{'0' * 32}?stream=true")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "response_not_found")
+    ended = check_events(stream(client, background=True))
+    for wrong in ("-1", "x", "1" * 40):
+        answer = client.get(f"{PATH}/{ended['id']}", params={"stream": "true", "starting_after": wrong})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "starting_after")
 
 
 def test_what_cannot_be_computed_in_the_background(open_client: OpenClient) -> None:

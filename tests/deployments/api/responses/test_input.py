@@ -126,7 +126,6 @@ def test_what_is_invalid_is_named_by_its_path(client: TestClient, body: dict[str
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"background": True, "stream": True}, "stream"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),

@@ -180,11 +180,6 @@ def test_bad_pages_are_rejected(client: TestClient, query: dict[str, Any]) -> No
     assert answer.json()["error"]["param"] == next(iter(query))
 
 
-def test_a_stream_cannot_be_retrieved(client: TestClient) -> None:
-    answer = client.get(f"{PATH}/{create(client)['id']}", params={"stream": "true"})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (501, "stream")
-
-
 def test_another_ingress_finds_continues_and_deletes(open_client: OpenClient, ingresses: list[Any]) -> None:
     maker, other = open_client(), open_client()
     first = create(maker)
