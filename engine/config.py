@@ -151,6 +151,8 @@ class EngineConfig:
             about, and more if more prompts can start than sequences decode. None, the default of ``LLM``, sets no
             limit. It is for CPUs, where a prompt token costs nearly as much time as a step of decodes, and has no
             effect on a GPU.
+        target_inter_token_ms: milliseconds that a step may take before ``max_decode_slowdown`` limits its prefills:
+            nobody reads tokens that fast. The time is measured while steps run. None: every step is limited.
         max_queued_requests: maximum requests that wait in an AsyncEngine, in addition to those that have a slot in the
             next step. Another request is rejected, or it replaces a waiting request of lower priority. None, the
             default of ``LLM``, sets no limit.
@@ -215,6 +217,7 @@ class EngineConfig:
     max_num_batched_tokens: Annotated[int, integer(1)] = 2048
     long_prefill_threshold: Annotated[int, integer(0)] = 0
     max_decode_slowdown: Annotated[float | None, optional(number(1.0, MAX_FLOAT, "of at least 1"))] = 1.4
+    target_inter_token_ms: Annotated[float | None, optional(number(LEAST_FLOAT, MAX_FLOAT, "above 0"))] = 50.0
     max_queued_requests: Annotated[int | None, optional(integer(1))] = None
     max_queued_prefill_tokens: Annotated[int | None, optional(integer(1))] = None
     block_size: Annotated[int | None, optional(integer(1))] = None

@@ -314,6 +314,7 @@ class Engine:
 
     def _finish_step(self, output: SchedulerOutput, updated: list[Sequence], times: StepTimes) -> StepOutputs:
         """Remove the requests that have ended in a step; return its outputs."""
+        self.scheduler.step_took(output, times)
         self.observers.step_finished(output, updated, times)
         for sequence in updated:
             if sequence.is_finished and sequence.group.is_finished and sequence.request_id in self._groups:
@@ -371,7 +372,9 @@ def _new_block_manager(config: EngineConfig, info: EngineInfo, *, record_events:
 def _new_scheduler(config: EngineConfig, info: EngineInfo, block_manager: BlockManager) -> Scheduler:
     pace = drafter = None
     if config.max_decode_slowdown is not None and info.free_tokens is not None:
-        pace = PrefillPace(info.free_tokens, config.max_decode_slowdown)
+        target = config.target_inter_token_ms
+        target_s = None if target is None else target / 1e3
+        pace = PrefillPace(info.free_tokens, config.max_decode_slowdown, target_s)
     if (options := config.speculation) is not None:
         proposer = NgramProposer(options.prompt_lookup_min, options.prompt_lookup_max)
         drafter = Drafter(block_manager, proposer, options.num_speculative_tokens)

@@ -1,4 +1,4 @@
-"""PrefillPace: how many prefill tokens a step may compute beside decodes, so that these are hardly slowed down.
+"""PrefillPace: how many prefill tokens a step may compute beside decodes, so that nobody feels that these wait.
 
 A step reads all weights, however few tokens it computes. Up to ``free_tokens`` tokens, reading takes longer than
 computing, and further tokens are nearly free. Beyond that, the time of a step grows with its tokens. So a step takes
@@ -6,12 +6,13 @@ time in proportion to max(free_tokens, tokens), and a limit on tokens is a limit
 tokens on a GPU, and about ten on a CPU, where a prompt of 2,048 tokens in one step would delay every stream by seconds.
 Small chunks waste nothing there: beyond ``free_tokens`` a token costs the same in any step.
 
+The factor of that proportion is measured while steps run. So a step that stays below the target, a time between tokens
+that readers do not notice, has as many prefill tokens as fit; only longer ones are limited to a slowdown.
+
 The idea of a budget that bounds the time between tokens is Sarathi-Serve's (Agrawal et al., 2024).
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 __all__ = ["PrefillPace"]
 
@@ -19,18 +20,28 @@ __all__ = ["PrefillPace"]
 # then below a tenth.
 _CROWD_TOKENS, _CROWD_STEP = 128, 12
 
+_WEIGHT = 0.2  # of the last step: longer contexts, or another load, are known after about ten
 
-@dataclass(frozen=True, slots=True)
+
 class PrefillPace:
     """A limit on the tokens of steps with decodes.
 
-    Attributes:
+    Args:
         free_tokens: tokens that a step computes in about the time of one token.
-        slowdown: how many times longer a step may take than with its decodes alone.
+        slowdown: how many times longer a step beyond the target may take than with its decodes alone.
+        target_s: seconds that any step may take; None: every step is limited by ``slowdown``.
     """
 
-    free_tokens: int
-    slowdown: float
+    def __init__(self, free_tokens: int, slowdown: float, target_s: float | None = None) -> None:
+        self._free_tokens, self._slowdown, self._target_s = free_tokens, slowdown, target_s
+        self._seconds_per_token: float | None = None  # of a step, per max(free_tokens, tokens)
+
+    def step_took(self, num_tokens: int, seconds: float) -> None:
+        """Learn what a step took."""
+        if num_tokens and seconds > 0:
+            measured = seconds / max(self._free_tokens, num_tokens)
+            known = measured if self._seconds_per_token is None else self._seconds_per_token
+            self._seconds_per_token = known + _WEIGHT * (measured - known)
 
     def step_tokens(self, num_decodes: int, num_prefills: int) -> int:
         """Return the most tokens of a step, decodes included.
@@ -41,7 +52,14 @@ class PrefillPace:
                 ``slowdown`` would delay the many prompts several times as long as it saves for the few decodes. So a
                 step is only so short that a request that comes meanwhile need not wait long for it.
         """
-        paced = int(self.slowdown * max(self.free_tokens, num_decodes))
+        paced = max(int(self._slowdown * max(self._free_tokens, num_decodes)), self._tokens_of_target())
         if num_prefills > num_decodes:
-            return max(paced, num_decodes + max(_CROWD_TOKENS, _CROWD_STEP * self.free_tokens))
+            return max(paced, num_decodes + max(_CROWD_TOKENS, _CROWD_STEP * self._free_tokens))
         return paced
+
+    def _tokens_of_target(self) -> int:
+        """Return the tokens of a step that takes the target; 0 if that is too short for any, or nothing is known."""
+        if self._target_s is None or self._seconds_per_token is None:
+            return 0
+        tokens = int(self._target_s / self._seconds_per_token)
+        return tokens if tokens >= self._free_tokens else 0

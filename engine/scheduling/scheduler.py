@@ -33,7 +33,7 @@ from engine.scheduling.preemption import Preemption
 from engine.scheduling.prefill_pace import PrefillPace
 from engine.scheduling.request_queues import RequestQueues
 from engine.scheduling.sampled_results import apply_sampled
-from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput
+from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput, StepTimes
 from engine.scheduling.step_builder import StepBuilder
 from engine.sequence import Sequence, SequenceGroup, SequenceStatus
 
@@ -179,6 +179,11 @@ class Scheduler:
         if following is not None:
             following.cancelled.update(ended, resampled_on_host)
         return updated
+
+    def step_took(self, output: SchedulerOutput, times: StepTimes) -> None:
+        """Learn what a step took, for the limit on prefills beside decodes."""
+        if self._pace is not None:
+            self._pace.step_took(output.num_tokens, times.total)
 
     def _must_know_token(self, sequence: Sequence) -> bool:
         """Whether the next step must not compute a sequence's pending token: it is the last, or the host needs it."""

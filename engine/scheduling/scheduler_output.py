@@ -95,3 +95,8 @@ class StepTimes:
     schedule: float = 0.0
     forward: float = 0.0
     sample: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Seconds of all phases."""
+        return self.schedule + self.forward + self.sample

@@ -10,13 +10,14 @@ from engine.engine import Engine
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.prefill_pace import PrefillPace
-from engine.scheduling.scheduler_output import SchedulerOutput
+from engine.scheduling.scheduler_output import SchedulerOutput, StepTimes
 from tests.engine.scheduling.steps import add, step_sizes
 from tests.engine.shadow import make_engine, run_to_end
 
 
 def paced_engine(slowdown: float = 1.5, **options: Any) -> Engine:
     """An engine on a machine where a step computes 10 tokens in the time of one."""
+    options = {"target_inter_token_ms": None} | options
     return make_engine(num_blocks=600, free_tokens=10, max_decode_slowdown=slowdown, **options)[0]
 
 
@@ -116,6 +117,44 @@ def test_a_request_for_many_answers_starts_beside_decodes() -> None:
         engine.step()
     assert "decoding" in engine._groups
     assert "many" not in engine._groups
+
+
+def test_a_step_has_as_many_prefill_tokens_as_its_target_allows() -> None:
+    pace = PrefillPace(free_tokens=10, slowdown=1.5, target_s=0.05)
+    assert pace.step_tokens(num_decodes=4, num_prefills=1) == 15  # nothing is known yet
+    pace.step_took(4, 0.002)  # as long as ten
+    assert pace.step_tokens(num_decodes=4, num_prefills=1) == 250
+    for _ in range(60):
+        pace.step_took(100, 0.05)
+    assert pace.step_tokens(num_decodes=4, num_prefills=1) == pytest.approx(100, abs=1)
+
+
+def test_a_slow_model_is_limited_by_the_slowdown() -> None:
+    pace = PrefillPace(free_tokens=10, slowdown=1.5, target_s=0.05)
+    pace.step_took(16, 0.08)
+    assert pace.step_tokens(num_decodes=16, num_prefills=1) == 24  # its decodes alone take longer than the target
+    pace.step_took(0, 1.0)
+    pace.step_took(16, 0.0)  # not measured
+    assert pace.step_tokens(num_decodes=16, num_prefills=1) == 24
+
+
+def test_one_slow_step_is_soon_forgotten() -> None:
+    pace = PrefillPace(free_tokens=10, slowdown=1.5, target_s=0.05)
+    for seconds in (0.01, 1.0, *[0.01] * 30):
+        pace.step_took(100, seconds)
+    assert pace.step_tokens(num_decodes=4, num_prefills=1) > 400
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_engine_learns_what_its_steps_take(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StepTimes, "total", property(lambda times: 0.002))
+    engine = paced_engine(target_inter_token_ms=50.0, async_scheduling=overlap)
+    add(engine, "decoding", 4, max_tokens=90)
+    for _ in range(40):
+        engine.step()
+    add(engine, "long", 400, max_tokens=1, first=30)
+    first, *_ = chunks(engine, "long")
+    assert first == 249  # of 250
 
 
 @pytest.mark.parametrize(
