@@ -192,6 +192,8 @@ def _decoded(call: Any) -> torch.Tensor:
     if call.LOW_LEVELS is not None:
         octets = b"".join(half.to_bytes(8, "little", signed=True) for half in (call.LOW_LEVELS, call.HIGH_LEVELS))
         levels = torch.tensor(list(octets), dtype=torch.float32)[parts.long()]
+    if call.FLOATS is not None:
+        levels = parts.view(torch.float8_e4m3fn if call.FLOATS == "e4m3" else torch.float8_e5m2).float()
 
     def factor(outer: Any, inner: Any = None) -> torch.Tensor:
         values = plain(outer).float()[torch.arange(len(parts)) // call.PARTS_PER_OUTER]
