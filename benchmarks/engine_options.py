@@ -9,7 +9,7 @@ import yaml
 
 from benchmarks.peers import runner
 
-__all__ = ["add_engine_arguments", "engine_options"]
+__all__ = ["add_engine_arguments", "engine_options", "parse_option"]
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +29,7 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the options under the engine's names, without the model.
 
     Raises:
-        ValueError: for an --engine-option that is not key=value.
+        ValueError: for an --engine-option that is not KEY=VALUE.
     """
     options: dict[str, Any] = {
         "dtype": arguments.dtype,
@@ -41,8 +41,17 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.quantization:  # only then: older engines do not know it
         options["quantization"] = arguments.quantization
     for option in arguments.engine_option:
-        key, equals, value = option.partition("=")
-        if not equals or not key:
-            raise ValueError(f"--engine-option {option!r} is no KEY=VALUE; give, say, block_size=32")
-        options[key] = yaml.safe_load(value)
+        options |= parse_option(option)
     return options
+
+
+def parse_option(text: str) -> dict[str, Any]:
+    """Return the engine's option in KEY=VALUE, the value as YAML.
+
+    Raises:
+        ValueError: if it is not one.
+    """
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise ValueError(f"the engine's option {text!r} is no KEY=VALUE; give, say, block_size=32")
+    return {key: yaml.safe_load(value)}

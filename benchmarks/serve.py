@@ -2,6 +2,7 @@
 
     python -m benchmarks.serve --model DIR --out result.json
     python -m benchmarks.serve --model DIR --peer vllm=PYTHON --repeats 2 --out result.json
+    python -m benchmarks.serve --model DIR --peer ours:target_inter_token_ms=null --repeats 2 --out result.json
 
 With ``--peer`` the script compares our server with that one and measures nothing else. Without:
 
@@ -186,7 +187,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--guidellm", metavar="PATH", help="run GuideLLM against the server too")
     parser.add_argument("--aiperf", metavar="PATH", help="run AIPerf against the server too")
     parser.add_argument(
-        "--peer", action="append", metavar="vllm=PYTHON", help="compare with this server, and only that"
+        "--peer",
+        action="append",
+        metavar="vllm=PYTHON|ours:KEY=VALUE",
+        help="compare with this server, or ours with another option of the engine, and only that",
     )
     parser.add_argument("--seconds", type=float, default=8.0, help="of each load on a compared server")
     parser.add_argument("--out", type=Path)

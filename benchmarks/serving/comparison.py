@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.engine_options import parse_option
 from benchmarks.serving.load import LoadResult, measure
 from benchmarks.serving.measures import MODEL_NAME
 from benchmarks.serving.server import serve
@@ -54,7 +55,9 @@ def our_server(model: str, options: dict[str, Any]) -> Iterator[str]:
 
 
 def contestants(model: str, peers: list[str], options: dict[str, Any]) -> dict[str, Run]:
-    """Return what to run for us and for each NAME=PYTHON of ``peers``.
+    """Return what to run for us and for each ``vllm=PYTHON`` or ``ours:KEY=VALUE`` of ``peers``.
+
+    The latter is our own server with another option of the engine.
 
     Args:
         model: directory of a checkpoint that all read.
@@ -67,9 +70,12 @@ def contestants(model: str, peers: list[str], options: dict[str, Any]) -> dict[s
     runs: dict[str, Run] = {OURS: partial(our_server, model, options)}
     sizes = {key: options[key] for key in ("max_num_seqs", "max_model_len")}
     for text in peers:
+        if text.startswith("ours:"):
+            runs[text] = partial(our_server, model, options | parse_option(text.removeprefix("ours:")))
+            continue
         name, _, python = text.partition("=")
         if name != "vllm" or not python:
-            raise ValueError(f"--peer {text!r} is not vllm=PYTHON; no other server is known")
+            raise ValueError(f"--peer {text!r} is not vllm=PYTHON or ours:KEY=VALUE; no other server is known")
         runs[name] = partial(vllm_server, python, str(Path(model).resolve()), **sizes)
     return runs
 

@@ -244,6 +244,9 @@ def test_summary_has_medians_and_our_rate_over_each() -> None:
 def test_peers_are_named_with_their_python() -> None:
     options = {"max_num_seqs": 64, "max_model_len": 2048}
     assert list(contestants("m", ["vllm=python"], options)) == ["pagoda", "vllm"]
+    (_, changed) = contestants("m", ["ours:target_inter_token_ms=null"], options).items()
+    assert changed[0] == "ours:target_inter_token_ms=null"
+    assert changed[1].args == ("m", options | {"target_inter_token_ms": None})
     for wrong in ("vllm", "vllm=", "tgi=python"):
         with pytest.raises(ValueError, match="vllm=PYTHON"):
             contestants("m", [wrong], options)
