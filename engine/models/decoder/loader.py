@@ -105,13 +105,8 @@ def load_decoder(
         if isinstance(method, PackedLinears):
             is_head = head_is_embedding(config, parallel, method.kind)
             shapes = _shapes(skeleton)
-            if keeps_codes:
-                has_floats = method.kind is WeightKind.BFLOAT16
-                plan = plan_codes(
-                    shapes, checkpoint, config, parallel, is_head_embedding=is_head, has_floats=has_floats
-                )
-            elif isinstance(method, PackedInt4Linears):
-                plan = plan_quantization(shapes, method.bits, method.head_bits, is_head_embedding=is_head)
+            make_plan = partial(plan_codes, shapes, checkpoint, config, parallel)
+            plan = _plan_of(method, shapes, make_plan if keeps_codes else None, is_head_embedding=is_head)
             model = CpuDecoder(skeleton.embed_tokens, config, rope, parallel, dtype, method.kind, plan)
             _pack(model, shapes, read, is_head=is_head, plan=plan)
         else:
@@ -131,6 +126,29 @@ def load_decoder(
     for layer in coded.values():  # a step may have any number of rows, and must not wait for a compilation
         layer.compile_kernels(dtype)
     return model
+
+
+def _plan_of(
+    method: PackedLinears,
+    shapes: dict[str, torch.Size],
+    plan_stored: Callable[..., CodedPlan] | None,
+    *,
+    is_head_embedding: bool,
+) -> CodedPlan:
+    """Return which weights the C kernels compute as codes.
+
+    Args:
+        method: how weights are packed.
+        shapes: of the parameters.
+        plan_stored: `plan_codes` of the checkpoint; None: its codes are not kept.
+        is_head_embedding: the embedding is read from the head's packed weights.
+    """
+    if plan_stored is not None:
+        has_floats = method.kind is WeightKind.BFLOAT16
+        return plan_stored(is_head_embedding=is_head_embedding, has_floats=has_floats)
+    if isinstance(method, PackedInt4Linears):
+        return plan_quantization(shapes, method.bits, method.head_bits, is_head_embedding=is_head_embedding)
+    return NO_CODES
 
 
 def _shapes(model: Decoder) -> dict[str, torch.Size]:
