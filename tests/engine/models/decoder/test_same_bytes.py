@@ -18,6 +18,8 @@ from engine.sampling_params import SamplingParams
 from kernels.cpu.library import library
 from kernels.cpu.linear import has_int8
 from tests.engine.checkpoints import build_model, save_checkpoint
+from tests.engine.models.checkpoint.formats import test_fp8 as of_fp8
+from tests.engine.models.checkpoint.formats.quantised import save_quantised
 from tests.engine.models.decoder.dense_families import save_dense_model
 from tests.engine.models.decoder.gemma.gemma_families import save_gemma_model
 from tests.engine.models.decoder.recurrent.recurrent_families import save_recurrent_model
@@ -106,6 +108,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 def checkpoint_with_experts(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A Qwen2-MoE, which also has a shared expert."""
     return save_checkpoint(build_model("qwen2_moe", head_dim=64), tmp_path_factory.mktemp("experts"))
+
+
+@pytest.fixture(scope="module")
+def fp8_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The same Qwen3 in FP8, whose codes are multiplied in bfloat16."""
+    model, path = build_model("qwen3", head_dim=64), tmp_path_factory.mktemp("fp8")
+    return str(save_quantised(model, path, of_fp8.fp8_block, of_fp8.fp8()).path)
 
 
 def make_llm(path: str, kind: str, **options: Any) -> LLM:
@@ -233,6 +242,18 @@ def test_codes_of_gguf_files_in_a_few_settings(recorder: LogitsRecorder, name: s
     path = tmp_path / "model.gguf"
     converted.write_gguf(converted.build_model(name, vocab_size=400), name, path)
     check(recorder, str(path), "bfloat16", ("all at once, three threads", "chunks of 17", "migrated, warm"), 12)
+
+
+def test_codes_that_are_floats_in_a_few_settings(recorder: LogitsRecorder, fp8_checkpoint: str) -> None:
+    check(recorder, fp8_checkpoint, "bfloat16", FEW_SETTINGS, 40)
+
+
+@pytest.mark.exhaustive("more prompts in the settings of which CI compares a few")
+@pytest.mark.timeout(600)
+def test_two_hundred_answers_of_codes_that_are_floats_in_every_setting(
+    recorder: LogitsRecorder, fp8_checkpoint: str
+) -> None:
+    check(recorder, fp8_checkpoint, "bfloat16", list(SETTINGS), NUM_PROMPTS)
 
 
 @pytest.mark.exhaustive("a hundred answers; CI compares forty of each kind of model")
