@@ -134,9 +134,9 @@ class Ingress:
         """Return this ingress's name and the output items with these ids that it keeps, or None."""
         return _name(), await asyncio.to_thread(self.endpoints.responses.kept.store.items, ids) or None
 
-    async def later_events(self, events: tuple[str, int]) -> tuple[str, tuple[list[bytes], bool] | None]:
-        """Return this ingress's name and events of a response that it keeps, or None; see `EventLog.later`."""
-        return _name(), await self.endpoints.responses.kept.later_events(*events)
+    async def events_after(self, events: tuple[str, int]) -> tuple[str, tuple[list[bytes], bool] | None]:
+        """Return this ingress's name and events of a response that it keeps, or None; see `EventLog.events_after`."""
+        return _name(), await self.endpoints.responses.kept.events_after(*events)
 
     async def delete_response(self, response_id: str) -> tuple[str, bool | None]:
         """Drop a response that this ingress keeps; returns its name and True, or None if it keeps none."""

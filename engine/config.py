@@ -151,8 +151,8 @@ class EngineConfig:
             about, and more if more prompts can start than sequences decode. None, the default of ``LLM``, sets no
             limit. It is for CPUs, where a prompt token costs nearly as much time as a step of decodes, and has no
             effect on a GPU.
-        target_inter_token_ms: milliseconds that a step may take before ``max_decode_slowdown`` limits its prefills:
-            nobody reads tokens that fast. The time is measured while steps run. None: every step is limited.
+        target_inter_token_ms: target inter-token latency in milliseconds; ``max_decode_slowdown`` limits only steps
+            that take longer, by what earlier steps took. None: it limits every step.
         max_queued_requests: maximum requests that wait in an AsyncEngine, in addition to those that have a slot in the
             next step. Another request is rejected, or it replaces a waiting request of lower priority. None, the
             default of ``LLM``, sets no limit.

@@ -314,7 +314,7 @@ class Engine:
 
     def _finish_step(self, output: SchedulerOutput, updated: list[Sequence], times: StepTimes) -> StepOutputs:
         """Remove the requests that have ended in a step; return its outputs."""
-        self.scheduler.step_took(output, times)
+        self.scheduler.record_step(output, times)
         self.observers.step_finished(output, updated, times)
         for sequence in updated:
             if sequence.is_finished and sequence.group.is_finished and sequence.request_id in self._groups:

@@ -17,9 +17,10 @@ from deployments.api.middleware import direct_send
 from deployments.api.writers import EventWriter
 from deployments.requests.generation import Delta
 
-__all__ = ["COMMENT", "EventStream"]
+__all__ = ["COMMENT", "COMMENT_S", "HEADERS", "EventStream"]
 
 COMMENT = b":\n\n"  # which clients ignore
+HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies pass events on at once
 COMMENT_S = 1.0  # after which something is written, so that a client that has gone is noticed
 
 
@@ -55,7 +56,7 @@ class EventStream(Response):
         self._events = events
         self._num_unfinished = events.num_choices
         self._first = self._write(first)
-        self.init_headers({**headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self.init_headers({**headers, **HEADERS})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events, until the answers end or the client disconnects."""

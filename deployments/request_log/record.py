@@ -56,8 +56,9 @@ class RequestRecord:
 
     @property
     def client_disconnected(self) -> bool:
-        """Whether the client disconnected, or cancelled the request, before the end."""
-        return not self.is_complete or (self.error is not None and self.error.status == CLIENT_CLOSED)
+        """Whether the client disconnected, or cancelled the request, before the end; it may leave a background one."""
+        has_left = not self.is_complete and self.background is None
+        return has_left or (self.error is not None and self.error.status == CLIENT_CLOSED)
 
     @property
     def status(self) -> int:

@@ -1,4 +1,4 @@
-"""PrefillPace: how many prefill tokens a step may compute beside decodes, so that nobody feels that these wait.
+"""PrefillPace: how many prefill tokens a step may compute beside decodes, so that these are hardly slowed down.
 
 A step reads all weights, however few tokens it computes. Up to ``free_tokens`` tokens, reading takes longer than
 computing, and further tokens are nearly free. Beyond that, the time of a step grows with its tokens. So a step takes
@@ -6,8 +6,8 @@ time in proportion to max(free_tokens, tokens), and a limit on tokens is a limit
 tokens on a GPU, and about ten on a CPU, where a prompt of 2,048 tokens in one step would delay every stream by seconds.
 Small chunks waste nothing there: beyond ``free_tokens`` a token costs the same in any step.
 
-The factor of that proportion is measured while steps run. So a step that stays below the target, a time between tokens
-that readers do not notice, has as many prefill tokens as fit; only longer ones are limited to a slowdown.
+The factor of that proportion is measured while steps run. A step has as many prefill tokens as fit into the target
+inter-token latency; only steps that take longer are limited to a slowdown.
 
 The idea of a budget that bounds the time between tokens is Sarathi-Serve's (Agrawal et al., 2024).
 """
@@ -20,7 +20,10 @@ __all__ = ["PrefillPace"]
 # then below a tenth.
 _CROWD_TOKENS, _CROWD_STEP = 128, 12
 
-_WEIGHT = 0.2  # of the last step: longer contexts, or another load, are known after about ten
+# Of the last step: longer contexts, or another load, are known after about ten. A pause of the machine counts as a step
+# that took four times as long as usual.
+_WEIGHT, _MOST_GROWTH = 0.2, 4.0
+_MOST_TOKENS = 2**31
 
 
 class PrefillPace:
@@ -36,12 +39,12 @@ class PrefillPace:
         self._free_tokens, self._slowdown, self._target_s = free_tokens, slowdown, target_s
         self._seconds_per_token: float | None = None  # of a step, per max(free_tokens, tokens)
 
-    def step_took(self, num_tokens: int, seconds: float) -> None:
-        """Learn what a step took."""
+    def record_step(self, num_tokens: int, seconds: float) -> None:
+        """Take in how long a step took."""
         if num_tokens and seconds > 0:
             measured = seconds / max(self._free_tokens, num_tokens)
             known = measured if self._seconds_per_token is None else self._seconds_per_token
-            self._seconds_per_token = known + _WEIGHT * (measured - known)
+            self._seconds_per_token = known + _WEIGHT * (min(measured, _MOST_GROWTH * known) - known)
 
     def step_tokens(self, num_decodes: int, num_prefills: int) -> int:
         """Return the most tokens of a step, decodes included.
@@ -52,7 +55,8 @@ class PrefillPace:
                 ``slowdown`` would delay the many prompts several times as long as it saves for the few decodes. So a
                 step is only so short that a request that comes meanwhile need not wait long for it.
         """
-        paced = max(int(self._slowdown * max(self._free_tokens, num_decodes)), self._tokens_of_target())
+        slowed = int(min(self._slowdown * max(self._free_tokens, num_decodes), _MOST_TOKENS))
+        paced = max(slowed, self._tokens_of_target())
         if num_prefills > num_decodes:
             return max(paced, num_decodes + max(_CROWD_TOKENS, _CROWD_STEP * self._free_tokens))
         return paced
@@ -61,5 +65,5 @@ class PrefillPace:
         """Return the tokens of a step that takes the target; 0 if that is too short for any, or nothing is known."""
         if self._target_s is None or self._seconds_per_token is None:
             return 0
-        tokens = int(self._target_s / self._seconds_per_token)
+        tokens = int(min(self._target_s / self._seconds_per_token, _MOST_TOKENS))
         return tokens if tokens >= self._free_tokens else 0

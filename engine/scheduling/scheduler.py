@@ -180,10 +180,10 @@ class Scheduler:
             following.cancelled.update(ended, resampled_on_host)
         return updated
 
-    def step_took(self, output: SchedulerOutput, times: StepTimes) -> None:
-        """Learn what a step took, for the limit on prefills beside decodes."""
+    def record_step(self, output: SchedulerOutput, times: StepTimes) -> None:
+        """Take in how long a step took, for the limit on prefills beside decodes."""
         if self._pace is not None:
-            self._pace.step_took(output.num_tokens, times.total)
+            self._pace.record_step(output.num_tokens, times.total)
 
     def _must_know_token(self, sequence: Sequence) -> bool:
         """Whether the next step must not compute a sequence's pending token: it is the last, or the host needs it."""

@@ -1,4 +1,4 @@
-"""Integers with scales of groups of inputs as a CodedMatrix: GPTQ, AWQ, compressed-tensors, MLX, ModelOpt, FP4."""
+"""Codes with scales of groups of inputs as a CodedMatrix: FP8, GPTQ, AWQ, compressed-tensors, MLX, ModelOpt, FP4."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def coded_groups(
 
     Args:
         form: what ``format_of_groups`` returned.
-        codes: integers from 0 on, [num_rows, columns].
+        codes: integers from 0 on, or the bits of floats, [num_rows, columns].
         scales: [num_rows, num_groups], or one row for all.
         zeros: the zero points, [num_rows, num_groups]; of other formats None.
         minima: [num_rows, num_groups]; of other formats None.

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from deployments.api.error_responses import record_api_error
 from deployments.api.json_response import JsonResponse, encode_json
-from deployments.api.responses.event_log import EventLog, follow
+from deployments.api.responses.event_log import EventLog, event_response
 from deployments.api.responses.input_items import InputItem
 from deployments.api.responses.protocol import ResponseRequest
 from deployments.api.responses.resource import ResponseResource
 from deployments.api.responses.store import ResponseStore, StoredResponse
 from deployments.api.responses.translation import renamed
-from deployments.api.sse import EventStream
+from deployments.api.responses.writers import BACKGROUND_STAGES
 from deployments.api.writers import ResponseHead
 from deployments.errors import ApiError
 from deployments.request_log.record import CLIENT_CLOSED, current_record
@@ -35,7 +36,7 @@ class _Run:
     resource: ResponseResource
     generation: Generation
     input: bytes  # the JSON list of its input items
-    log: EventLog | None  # of a stream
+    log: EventLog | None = None  # of a stream
     task: asyncio.Task[None] | None = None
 
     def stored(self, response: dict[str, Any]) -> StoredResponse:
@@ -62,7 +63,7 @@ class BackgroundResponses:
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
         self._running: dict[str, _Run] = {}  # by id
-        self._logs: dict[str, EventLog] = {}  # of the streams whose last event has not been written
+        self._logs: dict[str, EventLog] = {}  # of the streams that have not ended
         self._lock = threading.Lock()  # so that a response is found while it moves to the store
 
     def start(
@@ -83,16 +84,18 @@ class BackgroundResponses:
             answer: computes the response, whose writer calls ``complete``.
         """
         resource = ResponseResource(head, request, is_stored=True)
-        log = EventLog() if request.stream else None
-        run = _Run(resource, generations[0], encoded([item.listed() for item in items]), log)
+        run = _Run(resource, generations[0], encoded([item.listed() for item in items]))
+        if request.stream:
+            queued = run.present()
+            run.log = EventLog([{"type": f"response.{stage}", "response": queued} for stage in BACKGROUND_STAGES])
         run.task = current_record().background = asyncio.create_task(self._compute(run, answer))
         with self._lock:
             self._running[head.id] = run
-        if log is None:
+        if (log := run.log) is None:
             return JsonResponse(run.present())
         self._logs[head.id] = log
-        run.task.add_done_callback(lambda _: self._end_log(head.id, log))
-        return StreamingResponse(follow(log.later), media_type=EventStream.media_type)
+        run.task.add_done_callback(lambda _: self._complete_log(head.id, log))
+        return event_response(log.events_after)
 
     def log_of(self, response_id: str) -> EventLog | None:
         """Return the events of a stream that has not ended; None if there is none."""
@@ -128,27 +131,26 @@ class BackgroundResponses:
             run.task.cancel()
         return run
 
-    def _end_log(self, response_id: str, log: EventLog) -> None:
+    def _complete_log(self, response_id: str, log: EventLog) -> None:
         """Keep all events of a response that is kept."""
         del self._logs[response_id]
-        stored = self._store.get(response_id)
-        if stored is not None:
-            self._store.put(response_id, replace(stored, events=tuple(log.events)))
-        log.end()
+        self._store.add_events(response_id, log.events)
+        log.complete()
 
     async def _compute(self, run: _Run, answer: Callable[[], Awaitable[Response]]) -> None:
         try:
             response = await answer()
             if run.log is not None:
                 await response({"type": "http"}, _receive_nothing, run.log.send)
-                self.complete(run.log.last_response())  # one that failed; others have been kept by their writer
+                if run in self._running.values():  # it has failed; others have been kept by their writer
+                    self.complete(json.loads(run.log.events[-1].partition(b"data: ")[2])["response"])
         except asyncio.CancelledError:  # by ``_stop``, which has kept what is to be kept
             current_record().error = ApiError(CLIENT_CLOSED, "the response was cancelled")
         except Exception as error:
             named = renamed(error) if isinstance(error, RequestError) else error
             failed = run.resource.failed(run.generation.params, [], record_api_error(named))
             if run.log is not None:
-                run.log.fail(failed)
+                run.log.append({"type": "response.failed", "response": failed})
             self.complete(failed)
 
 

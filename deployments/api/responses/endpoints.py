@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.datastructures import QueryParams
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from deployments.api.body import MAX_INLINE_BYTES, BodyReader
 from deployments.api.json_response import JsonResponse
@@ -24,7 +24,6 @@ from deployments.api.responses.truncation import last_turns
 from deployments.api.responses.writers import Keep, ResponseWriters
 from deployments.api.routes import ApiRoute
 from deployments.api.serving import Serving
-from deployments.api.sse import EventStream
 from deployments.config import LimitOptions
 from deployments.errors import ApiError
 from engine.errors import PromptTooLongError, RequestError, shown
@@ -90,8 +89,7 @@ class Responses:
     async def retrieve(self, response_id: str, request: Request) -> Response:
         """Return a response that is kept, or the events of one that is streamed in the background."""
         if request.query_params.get("stream", "").lower() == "true":
-            events = await self.kept.events(response_id, _first_event(request.query_params))
-            return StreamingResponse(events, media_type=EventStream.media_type)
+            return await self.kept.stream(response_id, _first_event_index(request.query_params))
         return Response((await self.kept.get(response_id)).response, media_type=JsonResponse.media_type)
 
     async def cancel(self, response_id: str) -> Response:
@@ -150,7 +148,7 @@ async def _chat(body: ResponseRequest, items: Sequence[InputItem], num_bytes: in
     return await asyncio.to_thread(chat_request, body, items, num_bytes)
 
 
-def _first_event(query: QueryParams) -> int:
+def _first_event_index(query: QueryParams) -> int:
     """Return the index of the first event after the one that ``starting_after`` of a query names."""
     after = query.get("starting_after")
     if after is None:

@@ -3,77 +3,91 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
-from deployments.api.json_response import encode_json
-from deployments.api.sse import COMMENT, COMMENT_S
+from starlette.responses import Response, StreamingResponse
 
-__all__ = ["EventLog", "LaterEvents", "follow"]
+from deployments.api.json_response import encode_json
+from deployments.api.sse import COMMENT, COMMENT_S, HEADERS, EventStream
+
+__all__ = ["EventLog", "EventsAfter", "encode_events", "event_response"]
 
 _END = b"\n\n"  # of an event
 
-LaterEvents = Callable[[int], Awaitable[tuple[list[bytes], bool]]]  # number of those known -> the next, if they end
+EventsAfter = Callable[[int], Awaitable[tuple[list[bytes], bool]]]  # as `EventLog.events_after`
+
+
+def encode_events(events: Iterable[dict[str, Any]], first: int) -> bytes:
+    """Return server-sent events, numbered from ``first`` on. An unpaired surrogate becomes an escape of JSON."""
+    texts = (
+        f"event: {event['type']}\ndata: {encode_json(event | {'sequence_number': number})}\n\n"
+        for number, event in enumerate(events, first)
+    )
+    return "".join(texts).encode(errors="backslashreplace")
+
+
+def event_response(events_after: EventsAfter, first: int = 0) -> Response:
+    """Return the response that sends the events from the index ``first`` on, and comments while there are none."""
+
+    async def send() -> AsyncIterator[bytes]:
+        num_known, has_ended = first, False
+        while not has_ended:
+            events, has_ended = await events_after(num_known)
+            num_known += len(events)
+            if events or not has_ended:
+                yield b"".join(events) or COMMENT
+
+    return StreamingResponse(send(), media_type=EventStream.media_type, headers=HEADERS)
 
 
 class EventLog:
     """Keeps the events of one response. An event's index is its sequence number.
 
     It is what an `EventStream` sends to: comments are left out.
+
+    Args:
+        first_events: those before any answer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, first_events: list[dict[str, Any]]) -> None:
         self.events: list[bytes] = []
-        self._has_ended = False
-        self._waiters: list[asyncio.Future[None]] = []
+        self._is_complete = False
+        self._waiters: set[asyncio.Future[None]] = set()
+        self.append(*first_events)
+
+    def append(self, *events: dict[str, Any]) -> None:
+        """Keep further events, which get their numbers."""
+        self._keep(encode_events(events, len(self.events)))
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
-        """Keep the events of an ASGI message."""
+        """Keep the events of an ASGI message, which have their numbers."""
         if message["type"] == "http.response.body":
-            self.events += [event + _END for event in message["body"].split(_END) if event and event != b":"]
-            self._wake()
+            self._keep(message["body"])
 
-    def fail(self, response: dict[str, Any]) -> None:
-        """Append the event of a response that has failed."""
-        event = {"type": "response.failed", "response": response, "sequence_number": len(self.events)}
-        encoded = f"event: response.failed\ndata: {encode_json(event)}\n\n"
-        self.events.append(encoded.encode(errors="backslashreplace"))
-
-    def last_response(self) -> dict[str, Any]:
-        """Return the response of the last event."""
-        response: dict[str, Any] = json.loads(self.events[-1].partition(b"data: ")[2])["response"]
-        return response
-
-    def end(self) -> None:
-        """Say that no more events come."""
-        self._has_ended = True
+    def complete(self) -> None:
+        """Mark the log as complete."""
+        self._is_complete = True
         self._wake()
 
-    async def later(self, num_known: int) -> tuple[list[bytes], bool]:
+    async def events_after(self, num_known: int) -> tuple[list[bytes], bool]:
         """Return the events after the first ``num_known``, as soon as there are any or a second is over.
 
         Returns:
             Those events, and whether they are the last ones.
         """
-        if len(self.events) <= num_known and not self._has_ended:
+        if len(self.events) <= num_known and not self._is_complete:
             waiter = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
+            self._waiters.add(waiter)
             await asyncio.wait([waiter], timeout=COMMENT_S)
-            waiter.cancel()
-        return self.events[num_known:], self._has_ended
+            self._waiters.discard(waiter)
+        return self.events[num_known:], self._is_complete
+
+    def _keep(self, encoded: bytes) -> None:
+        self.events += [event + _END for event in encoded.split(_END) if event and event != b":"]
+        self._wake()
 
     def _wake(self) -> None:
-        waiters, self._waiters = self._waiters, []
+        waiters, self._waiters = self._waiters, set()
         for waiter in waiters:
             waiter.get_loop().call_soon_threadsafe(waiter.cancel)
-
-
-async def follow(later: LaterEvents, first: int = 0) -> AsyncIterator[bytes]:
-    """Yield events from the index ``first`` on, and comments while there are none."""
-    has_ended = False
-    while not has_ended:
-        events, has_ended = await later(first)
-        first += len(events)
-        if events or not has_ended:
-            yield b"".join(events) or COMMENT

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from starlette.responses import Response
+
 from deployments.api.body import MAX_INLINE_BYTES
 from deployments.api.responses.background import BackgroundResponses, encoded
-from deployments.api.responses.event_log import follow
+from deployments.api.responses.event_log import event_response
 from deployments.api.responses.input_items import InputItem, InputMessage, ItemReference, parse_conversation
 from deployments.api.responses.protocol import ResponseRequest
 from deployments.api.responses.store import ResponseStore, StoredResponse
+from deployments.api.sse import COMMENT_S
 from deployments.config import LimitOptions
 from deployments.errors import ApiError
 from engine.errors import shown
@@ -24,6 +27,7 @@ __all__ = ["AskIngresses", "KeptResponses"]
 AskIngresses = Callable[[str, Any], Awaitable[Any]]  # (method, its argument) -> the first result that is not None
 
 _ID = re.compile(r"resp_[0-9a-f]{32}")
+_MOST_MISSED = 5  # times that no ingress has the events of a stream, a second each, before it ends
 _ITEM_ID = re.compile(r"[a-z]+_[0-9a-f]{32}")
 
 
@@ -60,7 +64,7 @@ class KeptResponses:
     def cancel_own(self, response_id: str) -> StoredResponse | None:
         """End a response of this ingress that is being computed, and return it; None if this ingress keeps none."""
         self.background.cancel(response_id)
-        return self.store.get(response_id)
+        return self.find(response_id)
 
     def delete_own(self, response_id: str) -> bool:
         """Drop a response of this ingress; returns whether it kept one."""
@@ -79,37 +83,44 @@ class KeptResponses:
             raise self._not_found("response", response_id)
         return stored
 
-    async def later_events(self, response_id: str, num_known: int) -> tuple[list[bytes], bool] | None:
-        """Return events of a response of this ingress as `EventLog.later` does; None if it keeps none of them."""
+    async def events_after(self, response_id: str, num_known: int) -> tuple[list[bytes], bool] | None:
+        """Return events of a response of this ingress as `EventLog.events_after`; None if it keeps none of them."""
         log = self.background.log_of(response_id)
         if log is not None:
-            return await log.later(num_known)
+            return await log.events_after(num_known)
         stored = self.store.get(response_id)
         return None if stored is None or not stored.events else (list(stored.events[num_known:]), True)
 
-    async def events(self, response_id: str, first: int) -> AsyncIterator[bytes]:
-        """Return an iterator of the events of a response, from the index ``first`` on.
+    async def stream(self, response_id: str, first: int) -> Response:
+        """Return the events of a response, from the index ``first`` on, also those that are still to come.
 
         Raises:
-            ApiError: 404 if no ingress keeps it, 400 if it was not streamed in the background.
+            ApiError: 404 if no ingress keeps it, 400 if its events are not kept.
         """
+        if await self._find_events(response_id, 0) is None:
+            await self.get(response_id)
+            problem = f"the events of response {shown(response_id)} are not kept: it was not created with"
+            problem += " background=true and stream=true, or they exceed limits.max_stored_response_bytes"
+            raise ApiError(400, f"{problem}; leave out stream to get the whole response", param="stream")
+        num_missed = 0
 
-        async def later(num_known: int) -> tuple[list[bytes], bool]:
-            events = await self.later_events(response_id, num_known)
-            if events is None and _ID.fullmatch(response_id):
-                events = await self._ask_ingresses("later_events", (response_id, num_known))
-            if events is None:
-                await self.get(response_id)
-                problem = f"response {shown(response_id)} was not created with background=true and stream=true"
-                raise ApiError(400, f"{problem}; leave out stream to get the whole response", param="stream")
-            return events
+        async def events_after(num_known: int) -> tuple[list[bytes], bool]:
+            nonlocal num_missed
+            events = await self._find_events(response_id, num_known)
+            if events is not None:
+                num_missed = 0
+                return events
+            num_missed += 1  # it was deleted, or its ingress is busy
+            await asyncio.sleep(COMMENT_S)
+            return [], num_missed == _MOST_MISSED
 
-        known = await later(first)  # an error has a status of its own
+        return event_response(events_after, first)
 
-        async def known_or_later(num_known: int) -> tuple[list[bytes], bool]:
-            return known if num_known == first else await later(num_known)
-
-        return follow(known_or_later, first)
+    async def _find_events(self, response_id: str, num_known: int) -> tuple[list[bytes], bool] | None:
+        events = await self.events_after(response_id, num_known)
+        if events is None and _ID.fullmatch(response_id):
+            events = await self._ask_ingresses("events_after", (response_id, num_known))
+        return events
 
     async def cancel(self, response_id: str) -> StoredResponse:
         """End a response that is computed in the background, and return it; one that has ended stays as it is.

@@ -7,8 +7,8 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 __all__ = ["ResponseStore", "StoredResponse"]
@@ -77,6 +77,18 @@ class ResponseStore:
             self._drop_expired()
             while len(self._stored) > self._max_responses or self._num_bytes > self._max_bytes:
                 self._drop(next(iter(self._stored)))
+
+    def add_events(self, response_id: str, events: Sequence[bytes]) -> None:
+        """Keep the events of a response that is kept, unless they exceed the limit beside all the others."""
+        with self._lock:
+            entry = self._stored.get(response_id)
+            if entry is None:
+                return
+            deadline, before = entry
+            stored = replace(before, events=tuple(events))
+            num_bytes = self._num_bytes + stored.num_bytes - before.num_bytes
+            if num_bytes <= self._max_bytes:
+                self._stored[response_id], self._num_bytes = (deadline, stored), num_bytes
 
     def get(self, response_id: str) -> StoredResponse | None:
         """Return a response; None if it is not kept."""

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deployments.api.json_response import encode_json
 from deployments.api.openai.answer_formats import AnswerFormat
 from deployments.api.openai.logprobs import chat_logprobs
 from deployments.api.openai.protocol import ChatRequest
+from deployments.api.responses.event_log import encode_events
 from deployments.api.responses.output import Output, Token
 from deployments.api.responses.output_items import StreamEvent
 from deployments.api.responses.protocol import ResponseRequest
@@ -20,7 +20,9 @@ from deployments.requests.generation import Delta, Generation
 from engine.outputs import FinishReason
 from engine.text.tokenizer import Tokenizer
 
-__all__ = ["Keep", "ResponseEvents", "ResponseWriter", "ResponseWriters"]
+__all__ = ["BACKGROUND_STAGES", "Keep", "ResponseEvents", "ResponseWriter", "ResponseWriters"]
+
+BACKGROUND_STAGES = ("created", "queued")
 
 Keep = Callable[[dict[str, Any]], None]
 
@@ -48,7 +50,13 @@ class ResponseWriters:
         self, head: ResponseHead, body: ChatRequest, tokenizer: Tokenizer, generations: Sequence[Generation]
     ) -> ResponseEvents:
         """Return the writer of a stream."""
-        return ResponseEvents(self._resource(head), self._output(body, tokenizer), self.keep, generations[0])
+        return ResponseEvents(
+            self._resource(head),
+            self._output(body, tokenizer),
+            self.keep,
+            generations[0],
+            is_background=self.request.background is True,
+        )
 
     def _resource(self, head: ResponseHead) -> ResponseResource:
         return ResponseResource(head, self.request, is_stored=self.keep is not None)
@@ -109,17 +117,28 @@ class ResponseEvents:
 
     num_choices = 1
 
-    def __init__(self, resource: ResponseResource, output: Output, keep: Keep | None, generation: Generation) -> None:
+    def __init__(
+        self,
+        resource: ResponseResource,
+        output: Output,
+        keep: Keep | None,
+        generation: Generation,
+        *,
+        is_background: bool = False,
+    ) -> None:
         self._resource = resource
         self._output = output
         self._keep = keep
         self._generation = generation
         self._finish_reason: str | None = None
-        self._num_events = 0
+        # In the background the first events are written before there is an answer.
+        self._first_stages = ("in_progress",) if is_background else ("created", "in_progress")
+        self._num_events = len(BACKGROUND_STAGES) if is_background else 0
+        self._has_started = False
 
     def chunk(self, delta: Delta) -> bytes:
         """Return the events of one delta; the first ones say that the response has been created."""
-        events = b"" if self._num_events else self._start()
+        events = b"" if self._has_started else self._start()
         self._finish_reason = delta.finish_reason
         final = delta.finish_reason is not None
         return events + self._encode(self._output.feed(delta.text, delta.token_ids, delta.logprobs, final=final))
@@ -139,19 +158,16 @@ class ResponseEvents:
         return events + self._encode([{"type": f"response.{response['status']}", "response": response}])
 
     def error(self, error: ApiError) -> bytes:
-        """Return the event of a stream that has failed; such a response is not stored."""
+        """Return the event of a stream that has failed; such a response is stored only in the background."""
         response = self._resource.failed(self._generation.params, self._output.items(), error)
         return self._encode([{"type": "response.failed", "response": response}])
 
     def _start(self) -> bytes:
+        self._has_started = True
         response = self._resource.in_progress(self._generation.params)
-        return self._encode({"type": f"response.{stage}", "response": response} for stage in ("created", "in_progress"))
+        return self._encode({"type": f"response.{stage}", "response": response} for stage in self._first_stages)
 
     def _encode(self, events: Iterable[StreamEvent]) -> bytes:
-        # An unpaired surrogate of the request becomes an escape of JSON.
-        return "".join(map(self._encoded, events)).encode(errors="backslashreplace")
-
-    def _encoded(self, event: StreamEvent) -> str:
-        event["sequence_number"] = self._num_events
-        self._num_events += 1
-        return f"event: {event['type']}\ndata: {encode_json(event)}\n\n"
+        numbered = list(events)
+        first, self._num_events = self._num_events, self._num_events + len(numbered)
+        return encode_events(numbered, first)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -122,27 +123,36 @@ def test_a_request_for_many_answers_starts_beside_decodes() -> None:
 def test_a_step_has_as_many_prefill_tokens_as_its_target_allows() -> None:
     pace = PrefillPace(free_tokens=10, slowdown=1.5, target_s=0.05)
     assert pace.step_tokens(num_decodes=4, num_prefills=1) == 15  # nothing is known yet
-    pace.step_took(4, 0.002)  # as long as ten
+    pace.record_step(4, 0.002)  # as long as ten
     assert pace.step_tokens(num_decodes=4, num_prefills=1) == 250
     for _ in range(60):
-        pace.step_took(100, 0.05)
+        pace.record_step(100, 0.05)
     assert pace.step_tokens(num_decodes=4, num_prefills=1) == pytest.approx(100, abs=1)
 
 
 def test_a_slow_model_is_limited_by_the_slowdown() -> None:
     pace = PrefillPace(free_tokens=10, slowdown=1.5, target_s=0.05)
-    pace.step_took(16, 0.08)
+    pace.record_step(16, 0.08)
     assert pace.step_tokens(num_decodes=16, num_prefills=1) == 24  # its decodes alone take longer than the target
-    pace.step_took(0, 1.0)
-    pace.step_took(16, 0.0)  # not measured
+    pace.record_step(0, 1.0)
+    pace.record_step(16, 0.0)  # not measured
     assert pace.step_tokens(num_decodes=16, num_prefills=1) == 24
 
 
 def test_one_slow_step_is_soon_forgotten() -> None:
     pace = PrefillPace(free_tokens=10, slowdown=1.5, target_s=0.05)
-    for seconds in (0.01, 1.0, *[0.01] * 30):
-        pace.step_took(100, seconds)
+    for seconds in (0.01, 30.0, *[0.01] * 8):
+        pace.record_step(100, seconds)
     assert pace.step_tokens(num_decodes=4, num_prefills=1) > 400
+    for _ in range(10):
+        pace.record_step(100, 1.0)
+    assert pace.step_tokens(num_decodes=4, num_prefills=1) == 15  # lasting slowness is known as soon
+
+
+def test_limits_of_any_size_are_limits() -> None:
+    pace = PrefillPace(free_tokens=10, slowdown=sys.float_info.max, target_s=sys.float_info.max)
+    pace.record_step(4, 0.002)
+    assert pace.step_tokens(num_decodes=4, num_prefills=1) == 2**31
 
 
 @pytest.mark.parametrize("overlap", [False, True])

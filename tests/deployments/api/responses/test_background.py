@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import logging
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from starlette.testclient import TestClient
 
+from deployments.api.responses import event_log, kept_responses
+from deployments.errors import ApiError
 from deployments.ingress import Ingress
+from deployments.request_log.record import CLIENT_CLOSED, RequestRecord
 from engine.errors import EngineDeadError, RequestError
 from tests.deployments.api.responses.conftest import PATH, comparable, create, rejected, stream
 from tests.deployments.api.responses.official import check_events, check_response, events_of
@@ -177,20 +182,30 @@ def test_a_stream_in_the_background_is_that_of_a_waiting_client(client: TestClie
     events = stream(client, background=True)
     ended = check_events(events)
     assert comparable(ended) == comparable(check_events(direct)) | {"background": True}
-    assert [event["type"] for event in events] == [event["type"] for event in direct]
+    kinds = [event["type"] for event in events]
+    assert kinds.pop(1) == "response.queued"
+    assert kinds == [event["type"] for event in direct]
     until_it_is(client, ended["id"], "completed")
     assert retrieve(client, ended["id"]) == ended
 
 
 def test_a_stream_is_followed_from_any_event_at_every_ingress(
-    open_client: OpenClient, engines: FakeEngines, release: threading.Event, ingresses: list[Any]
+    open_client: OpenClient,
+    engines: FakeEngines,
+    release: threading.Event,
+    ingresses: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(event_log, "COMMENT_S", 0.01)  # several are over before the next event
     maker, other = open_client(), open_client()
-    engines.scripts = [HELD]
+    engines.scripts = [[None, *HELD]]
     response_id = started_stream(maker, ingresses[0])
-    until_it_is(other, response_id, "in_progress")
+    assert retrieve(other, response_id)["status"] == "queued"
+    waiting = ThreadPoolExecutor(1).submit(followed, maker, response_id, 1)
+    until(lambda: ingresses[0].endpoints.responses.kept.background._logs[response_id]._waiters, "a client waits")
     threading.Timer(0.1, release.set).start()
     events = followed(other, response_id)
+    assert waiting.result() == events[2:]
     assert check_events(deepcopy(events)) == until_it_is(maker, response_id, "completed")
     assert len(events) > 6
     for client in (maker, other):  # also after its end
@@ -205,7 +220,8 @@ def test_a_stream_in_the_background_ends_with_a_failure(open_client: OpenClient,
     client = open_client(limits={"max_migrations": 0})
     for script in ([EngineDeadError("gone")], [output([70]), EngineDeadError("gone")]):
         engines.scripts = [script]
-        *_, last = events = stream(client, background=True)
+        events = stream(client, background=True)
+        last = events[-1]
         assert last["type"] == "response.failed"
         assert [event["sequence_number"] for event in events] == list(range(len(events)))
         failed = until_it_is(client, last["response"]["id"], "failed")
@@ -224,12 +240,48 @@ def test_a_stream_ends_when_its_response_is_cancelled_or_deleted(
     assert end.status_code == 200
     until(lambda: engines.dispatches[-1].ended, "the engine's request is aborted")
     if ending == "cancel":
-        assert [event["type"] for event in followed(client, response_id)][:2] == [
-            "response.created",
-            "response.in_progress",
-        ]
+        kinds = [event["type"] for event in followed(client, response_id)]
+        assert kinds[:3] == ["response.created", "response.queued", "response.in_progress"]
     else:
         assert client.get(f"{PATH}/{response_id}?stream=true").status_code == 404
+
+
+def test_a_client_that_follows_a_deleted_response_gets_an_end(
+    open_client: OpenClient, ingresses: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = open_client()
+    monkeypatch.setattr(kept_responses, "COMMENT_S", 0.01)
+    response_id = check_events(stream(client, background=True))["id"]
+    kept = ingresses[0].endpoints.responses.kept
+    find, first = kept._find_events, []
+
+    async def find_and_delete(*arguments: Any) -> Any:
+        first.append(await find(*arguments))
+        kept.delete_own(response_id)
+        return first[-1]
+
+    kept._find_events = find_and_delete
+    assert client.get(f"{PATH}/{response_id}?stream=true").text.strip(":\n") == ""
+    assert first[0] is not None
+    assert first[1:] == [None] * 5
+
+
+def test_events_beyond_the_limit_are_not_kept_and_the_response_is(open_client: OpenClient) -> None:
+    client = open_client(limits={"max_stored_response_bytes": 4000})
+    ended = check_events(stream(client, background=True))
+    assert retrieve(client, ended["id"]) == ended
+    answer = client.get(f"{PATH}/{ended['id']}?stream=true")
+    assert answer.status_code == 400
+    assert "limits.max_stored_response_bytes" in answer.json()["error"]["message"]
+
+
+def test_a_client_that_leaves_its_background_stream_has_not_aborted_it() -> None:
+    record = RequestRecord("1", PATH)
+    assert record.client_disconnected
+    record.background = MagicMock()
+    assert not record.client_disconnected
+    record.error = ApiError(CLIENT_CLOSED, "the response was cancelled")
+    assert record.client_disconnected
 
 
 def test_what_cannot_be_followed(client: TestClient) -> None:
