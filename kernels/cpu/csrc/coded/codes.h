@@ -26,11 +26,11 @@
  *                     scales   [granules, 16]    float32; one granule of 32 inputs, or two of 16
  *                     minima   [granules, 16]    float32
  *
- * Codes of 8 bits may be floats instead (FP8, MXFP8). They have a scale, and nothing is subtracted. They are decoded to
- * words of two bfloat16, and the activations are those of bfloat16 weights; sums of products are multiplied by scales.
- *
- * For all others a block of a row of activations is twelve words: eight of signed bytes, their scale, and three sums times the scale, of
+ * A block of a row of activations is twelve words: eight of signed bytes, their scale, and three sums times the scale, of
  * the first 16 inputs, of the others, and of all.
+ *
+ * Codes of 8 bits may be floats instead (FP8, MXFP8). They have a scale, and nothing is subtracted. They are decoded to
+ * words of two bfloat16, the activations are those of bfloat16 weights, and sums of products are multiplied by scales.
  */
 #ifndef PAGODA_CODES_H
 #define PAGODA_CODES_H
@@ -92,17 +92,17 @@ enum { FLOAT_WORDS = 64 };
 /* How many words of floats are multiplied before the sums are multiplied by a scale. */
 int64_t pagoda_words_of_scale(const pagoda_code_format *format);
 
-/* What the second cache should have soon: from each address on a cache line for each word that is decoded. */
+/* Addresses to prefetch to the second cache: from each on, one cache line for each decoded word of a panel. */
 typedef struct {
     const uint8_t *first, *second;
 } pagoda_later_codes;
 
-/* The codes that follow those of the words from `first_word` on; and their scales are fetched. */
+/* Where the codes are that are decoded one segment later than `first_word`. Their scales are prefetched. */
 pagoda_later_codes pagoda_codes_after(const uint8_t *panels, const pagoda_code_format *format,
                                       const pagoda_panel_layout *layout, int64_t first_word);
 
-/* Decodes `num_words` words of four panels from `first_word` on, a block's first one, to [4][num_words][16]. There is room
- * for a block more. As many cache lines are fetched from `fetched` on, unless that is NULL. */
+/* Decodes `num_words` words of four panels from `first_word` on, a block's first one, to [4][num_words][16]; `words` has
+ * room for a block more. As many cache lines are prefetched from `fetched` on, unless that is NULL. */
 void pagoda_decode_floats(uint32_t *words, const uint8_t *panels, const pagoda_code_format *format,
                           const pagoda_panel_layout *layout, int64_t first_word, int64_t num_words,
                           const uint8_t *fetched);
@@ -112,8 +112,8 @@ void pagoda_add_scaled(float *sums, const float *products, int64_t num_rows, con
                        const pagoda_code_format *format, const pagoda_panel_layout *layout, int64_t first_word);
 
 /* Multiplies the only row of a tile with four panels of floats, to sums [4][16]. */
-void pagoda_multiply_float_row(float *sums, const uint32_t *row, const uint8_t *panels, const pagoda_code_format *format,
-                               const pagoda_panel_layout *layout, int64_t num_words);
+void pagoda_multiply_float_row(float *sums, const uint32_t *row, const uint8_t *panels,
+                               const pagoda_code_format *format, const pagoda_panel_layout *layout, int64_t num_words);
 
 /* Decodes one output of a panel to float32 [in_features], times `multiplier`. */
 void pagoda_decode_output(float *output, const uint8_t *panel, int64_t lane, const pagoda_code_format *format,

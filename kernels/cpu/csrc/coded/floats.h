@@ -6,8 +6,8 @@
 
 enum { WORDS_OF_CODES = 2 }; /* that four codes of an output become */
 
-/* The number of a code. Its bits, at their place in a float16, are the number, or 2^-8 of it where the exponent has four
- * bits. That is true of the smallest numbers, too. */
+/* The number of a code. Its bits, shifted to those of a float16, are the number, or 2^-8 of it if the exponent has four
+ * bits. That is true of subnormal numbers, too. */
 INLINE float number_of_float(uint8_t code, int floats) {
     const uint16_t half = (uint16_t)(code << 8);
     return floats == FLOATS_E5M2 ? float_of_f16(half) : float_of_f16((half >> 1 & 0x3f80) | (half & 0x8000)) * 256;
@@ -42,8 +42,8 @@ INLINE float_table table_of_floats(int floats) {
 /* Decodes two words of 16 outputs from their four codes each. */
 INLINE void decode_words(u32_register *words, const uint8_t *codes, const float_table *table) {
     /* Of four outputs, first the codes of their first words, and then those of the others. */
-    const __m128i places = _mm_set_epi8(15, 14, 11, 10, 7, 6, 3, 2, 13, 12, 9, 8, 5, 4, 1, 0);
-    const __m512i own = _mm512_shuffle_epi8(_mm512_loadu_si512(codes), _mm512_broadcast_i32x4(places));
+    const __m128i byte_order = _mm_set_epi8(15, 14, 11, 10, 7, 6, 3, 2, 13, 12, 9, 8, 5, 4, 1, 0);
+    const __m512i own = _mm512_shuffle_epi8(_mm512_loadu_si512(codes), _mm512_broadcast_i32x4(byte_order));
     const __m512i low = _mm512_permutex2var_epi8(table->low[0], own, table->low[1]); /* they ignore the sign */
     const __m512i magnitudes = _mm512_permutex2var_epi8(table->high[0], own, table->high[1]);
     const __m512i high = _mm512_ternarylogic_epi32(magnitudes, own, _mm512_set1_epi8((char)0x80), 0xf8); /* a | b & c */
@@ -66,8 +66,8 @@ INLINE void decode_words(u32_register *words, const uint8_t *codes, const float_
     for (int i = 0; i < WORDS_OF_CODES; i++) {
 #if defined(__AVX512BW__) || (PAGODA_HALF_REGISTERS && defined(__F16C__))
         /* Codes become the upper halves of 16 bits, and float16. */
-        const __m128i places = _mm_set_epi8(13, -1, 12, -1, 9, -1, 8, -1, 5, -1, 4, -1, 1, -1, 0, -1);
-        const __m128i own = _mm_add_epi8(places, _mm_set1_epi16((int16_t)(i * 0x200)));
+        const __m128i byte_order = _mm_set_epi8(13, -1, 12, -1, 9, -1, 8, -1, 5, -1, 4, -1, 1, -1, 0, -1);
+        const __m128i own = _mm_add_epi8(byte_order, _mm_set1_epi16((int16_t)(i * 0x200)));
         const bool is_e4m3 = table->floats == FLOATS_E4M3;
         const float factor = is_e4m3 ? 256 : 1;
 #endif

@@ -31,9 +31,11 @@ INLINE f32_register scales_of(const uint8_t *panel, const pagoda_code_format *fo
     return load_outer(segment_of(panel, layout, block) + outer * bytes, format->outer_type, lane);
 }
 
-/* How far behind a block other codes are fetched meanwhile: behind the last ones of a panel those of the next four. */
+/* Bytes from a block to the codes that are prefetched meanwhile: `distance`, and from a panel's last ones to the first of
+ * the next four panels. */
 INLINE int64_t distance_of_fetched(const pagoda_panel_layout *layout, int64_t block, int64_t distance) {
-    const int64_t at = block / SEGMENT_BLOCKS * layout->segment_bytes + block % SEGMENT_BLOCKS * BLOCK_WORDS * VECTOR_BYTES;
+    const int64_t in_segment = block % SEGMENT_BLOCKS * BLOCK_WORDS * VECTOR_BYTES;
+    const int64_t at = block / SEGMENT_BLOCKS * layout->segment_bytes + in_segment;
     return distance + (at + distance >= layout->panel_bytes ? (PANELS - 1) * layout->panel_bytes : 0);
 }
 
@@ -44,7 +46,7 @@ INLINE void fetch_scales(const uint8_t *segment, const pagoda_panel_layout *layo
 
 pagoda_later_codes pagoda_codes_after(const uint8_t *panels, const pagoda_code_format *format,
                                       const pagoda_panel_layout *layout, int64_t first_word) {
-    /* Of two steps, each has the codes of two panels for both. */
+    /* Of two calls, the first is about two panels and the codes of both calls, the second about the other two panels. */
     const int64_t words_of_scale = pagoda_words_of_scale(format);
     const bool is_second = first_word / words_of_scale % 2;
     const int64_t block = (first_word - (is_second ? words_of_scale : 0)) / WORDS_OF_BLOCK;
@@ -97,8 +99,8 @@ INLINE f32_register dot_word(f32_register sum, u32_register weights, uint32_t ro
 #endif
 }
 
-void pagoda_multiply_float_row(float *sums, const uint32_t *row, const uint8_t *panels, const pagoda_code_format *format,
-                               const pagoda_panel_layout *layout, int64_t num_words) {
+void pagoda_multiply_float_row(float *sums, const uint32_t *row, const uint8_t *panels,
+                               const pagoda_code_format *format, const pagoda_panel_layout *layout, int64_t num_words) {
     const float_table table = table_of_floats(format->floats);
     const int64_t words_of_scale = pagoda_words_of_scale(format);
     f32_register sum[NUM_REGISTERS][PANELS] = {{{0}}}, products[NUM_REGISTERS][PANELS] = {{{0}}};

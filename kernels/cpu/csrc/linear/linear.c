@@ -178,8 +178,8 @@ typedef struct {
     pagoda_panel_layout layout;
 } coded_group;
 
-/* Multiplies a range of rows with a segment of some coded panels, from `panel` of the group on, and adds to sums [tiles of
- * rows][4][rows][16]. The next segments are fetched meanwhile, as evenly as possible. */
+/* Multiplies a range of rows with a segment of some coded panels, from `panel` of the group on, and adds to sums
+ * [tiles of rows][4][rows][16]. The next segments are fetched meanwhile, as evenly as possible. */
 static void multiply_segment(const linear_call *call, float *sums, const coded_group *group, int64_t panel,
                              int64_t segment, int64_t row, int64_t end_row) {
     const pagoda_panel_layout *layout = &group->layout;
@@ -213,7 +213,7 @@ static void multiply_segment(const linear_call *call, float *sums, const coded_g
     }
 }
 
-/* The same with words of all four panels of floats, from `first_word` on. */
+/* Does what multiply_segment does with words of four panels of floats, from `first_word` on. */
 static void multiply_floats(const linear_call *call, float *sums, const coded_group *group, int64_t first_word,
                             int64_t num_words, int64_t row, int64_t end_row) {
     _Alignas(64) float products[MAX_PANELS_AT_ONCE * ROWS_PER_TILE * LANES];
@@ -239,8 +239,8 @@ static void multiply_floats(const linear_call *call, float *sums, const coded_gr
     }
 }
 
-/* The same as multiply_group with coded panels. A part of them is decoded once for all rows, to the first cache; one row
- * is multiplied without that. */
+/* Does what multiply_group does with coded panels. A segment of them is decoded once for all rows, to the first cache; one
+ * row is multiplied without that. */
 static void multiply_coded_group(const linear_call *call, int64_t panel, int64_t row, int64_t end_row) {
     const pagoda_coded_panels *own = &call->weight->coded[panel / MAX_PANELS_AT_ONCE];
     const int32_t in_features = call->weight->in_features;
