@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from engine.errors import ModelLoadError
-from engine.garbage import without_garbage_collection
 from engine.models.checkpoint.checkpoint import Checkpoint
 from engine.models.checkpoint.unneeded_bias import unneeded_biases
+from engine.models.garbage import without_garbage_collection
 
 __all__ = ["loading_in_order", "read_dtype", "require_fit"]
 

@@ -14,6 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -99,7 +100,7 @@ class Checkpoint:
     def main_dtype(self) -> torch.dtype:
         """The floating-point dtype that most of the stored bytes have; float32 if there is none."""
         num_bytes: Counter[torch.dtype] = Counter()
-        for weight in self._weights():
+        for weight in chain.from_iterable(weights_of(stored) for stored in self._stored.values()):
             if isinstance(weight, StoredTensor) and weight.dtype in PLAIN_DTYPES:
                 num_bytes[PLAIN_DTYPES[weight.dtype]] += weight.stop - weight.start
         return max(num_bytes, key=num_bytes.__getitem__, default=torch.float32)
@@ -108,10 +109,6 @@ class Checkpoint:
     def largest_file_bytes(self) -> int:
         """Size of the largest file."""
         return max((tensor.stop for stored in self._stored.values() for tensor in tensors_of(stored)), default=0)
-
-    def _weights(self) -> Iterator[StoredTensor | PackedWeight]:
-        for stored in self._stored.values():
-            yield from weights_of(stored)
 
     def log_quantised(self, dtype: torch.dtype, coded: Collection[str] = ()) -> None:
         """Log which weights in quantised formats are computed from their codes, and which are dequantised.
@@ -182,7 +179,7 @@ class Checkpoint:
             self.read_into(values, name, shard)
             return values
         dtype = PLAIN_DTYPES[stored.dtype]
-        with self._named(name):
+        with _named(name, self._stored[name].path):
             memory = self._files.map(stored)
         if stored.start % dtype.itemsize:  # torch and C want aligned numbers
             memory = memory.clone()
@@ -206,7 +203,7 @@ class Checkpoint:
         Raises:
             ModelLoadError: if a file cannot be read to the end of the tensor, or a quantised weight has invalid parts.
         """
-        with self._named(name):
+        with _named(name, self._stored[name].path):
             return self._read_entry(out, self._stored[name], shard)
 
     def code_format(self, name: str, shard: Shard | None = None) -> CodeFormat | None:
@@ -219,7 +216,7 @@ class Checkpoint:
         Raises:
             ModelLoadError: if a file cannot be read, or a scale is not finite.
         """
-        with self._named(name):
+        with _named(name, self._stored[name].path):
             return read_coded(self._files, self._stored[name], shard, self._scratch)
 
     def _read_entry(self, out: torch.Tensor, stored: Entry, shard: Shard | None) -> bool:
@@ -231,13 +228,6 @@ class Checkpoint:
             read_plain(self._files, stored, out, shard)
         return False
 
-    @contextmanager
-    def _named(self, name: str) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise ModelLoadError(f"'{name}' of '{self._stored[name].path}' could not be read: {error}") from error
-
     # --- reading ahead ------------------------------------------------------------------------------------------
 
     def expect(self, names: Iterable[str]) -> None:
@@ -248,6 +238,15 @@ class Checkpoint:
         """Have the disk read the tensors that follow ``name``, which is read now."""
         for tensor in tensors_of(self._stored[name]):
             self._files.reached(tensor)
+
+
+@contextmanager
+def _named(name: str, path: Path) -> Iterator[None]:
+    """Name the tensor and its file where reading fails."""
+    try:
+        yield
+    except OSError as error:
+        raise ModelLoadError(f"'{name}' of '{path}' could not be read: {error}") from error
 
 
 def _formats(weights: Iterable[PackedWeight]) -> str:

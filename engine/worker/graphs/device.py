@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from engine.garbage import without_garbage_collection
+from engine.models.garbage import without_garbage_collection
 
 __all__ = ["CudaGraphDevice", "GraphDevice"]
 
