@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from functools import partial
 from typing import TypeAlias, TypeVar
 
 from starlette.responses import Response
@@ -23,7 +22,7 @@ from deployments.api.openai.writers import ChatWriters, CompletionWriters
 from deployments.api.prompts import PromptBuilder
 from deployments.api.queue_limits import check_queue_limits
 from deployments.api.sse import EventStream
-from deployments.api.writers import Answer, ResponseHead, Usage, Writers, best_answers
+from deployments.api.writers import Answer, EventWriter, ResponseHead, Usage, Writers, best_answers
 from deployments.config import AppConfig
 from deployments.errors import ApiError
 from deployments.request_log.log import RequestLog
@@ -142,11 +141,13 @@ class Serving:
         response_id = f"{writers.id_prefix}{body.request_id or current_record().request_id}"
         self._fill_record(body, generations, response_id, self._log.prompt(builder.tokenizer, prompts[0].token_ids))
         head = ResponseHead(response_id, int(time.time()), self.model)
-        answer: Callable[[], Awaitable[Response]]
-        if body.stream:
-            answer = partial(_streamed, writers, head, generations, body, builder)
-        else:
-            answer = partial(_whole, writers, head, generations, body, builder, cost_per_character)
+
+        async def answer() -> Response:
+            with _named_by(body):
+                if body.stream:
+                    return await _streamed(writers.events(head, body, builder.tokenizer, generations), generations)
+                return await _whole(writers, head, generations, body, builder, cost_per_character)
+
         return await answer() if background is None else background(head, generations, answer)
 
     def _fill_record(
@@ -168,22 +169,14 @@ def _named_by(body: GenerationRequest) -> Iterator[None]:
         raise body.renamed(error) from None
 
 
-async def _streamed(
-    writers: Writers[Body],
-    head: ResponseHead,
-    generations: Sequence[Generation],
-    body: Body,
-    builder: PromptBuilder,
-) -> Response:
-    with _named_by(body):
-        events = writers.events(head, body, builder.tokenizer, generations)
-        deltas = merge([generation.deltas() for generation in generations])
-        try:
-            first = await anext(deltas)  # an error in the first second still has a status of its own
-            return EventStream(first, deltas, events, _headers(generations))
-        except BaseException:
-            await deltas.aclose()
-            raise
+async def _streamed(events: EventWriter, generations: Sequence[Generation]) -> Response:
+    deltas = merge([generation.deltas() for generation in generations])
+    try:
+        first = await anext(deltas)  # an error in the first second still has a status of its own
+        return EventStream(first, deltas, events, _headers(generations))
+    except BaseException:
+        await deltas.aclose()
+        raise
 
 
 async def _whole(
@@ -195,11 +188,10 @@ async def _whole(
     cost_per_character: float,
 ) -> Response:
     answers = [Answer(generation) for generation in generations]
-    with _named_by(body):
-        async with aclosing(merge([generation.deltas() for generation in generations])) as deltas:
-            async for delta in deltas:
-                if delta is not None:
-                    answers[delta.index].add(delta)
+    async with aclosing(merge([generation.deltas() for generation in generations])) as deltas:
+        async for delta in deltas:
+            if delta is not None:
+                answers[delta.index].add(delta)
     best = best_answers(answers, body.num_generated, body.num_answers)
     usage = Usage.of(generations, body.num_generated)
 
