@@ -43,7 +43,7 @@ class WeightKind(IntEnum):
     BFLOAT16 = 1
     INT8 = 2  # per output, symmetric; activations are quantized row by row
     CODED = 3  # see kernels/coded_weight.py; activations are quantized in blocks of 32 inputs
-    FLOAT_CODED = 4  # codes that are floats; the results are those of their numbers in bfloat16
+    FLOAT_CODED = 4  # codes that are floats; activations are bfloat16
 
     @property
     def has_output_sums(self) -> bool:

@@ -88,7 +88,7 @@ class BackgroundResponses:
         if request.stream:
             queued = run.present()
             run.log = EventLog([{"type": f"response.{stage}", "response": queued} for stage in BACKGROUND_STAGES])
-        run.task = current_record().background = asyncio.create_task(self._compute(run, answer))
+        run.task = current_record().background = asyncio.create_task(self._compute(head.id, run, answer))
         with self._lock:
             self._running[head.id] = run
         if (log := run.log) is None:
@@ -137,12 +137,12 @@ class BackgroundResponses:
         self._store.add_events(response_id, log.events)
         log.complete()
 
-    async def _compute(self, run: _Run, answer: Callable[[], Awaitable[Response]]) -> None:
+    async def _compute(self, response_id: str, run: _Run, answer: Callable[[], Awaitable[Response]]) -> None:
         try:
             response = await answer()
             if run.log is not None:
                 await response({"type": "http"}, _receive_nothing, run.log.send)
-                if run in self._running.values():  # it has failed; others have been kept by their writer
+                if response_id in self._running:  # it has failed; others have been kept by their writer
                     self.complete(json.loads(run.log.events[-1].partition(b"data: ")[2])["response"])
         except asyncio.CancelledError:  # by ``_stop``, which has kept what is to be kept
             current_record().error = ApiError(CLIENT_CLOSED, "the response was cancelled")

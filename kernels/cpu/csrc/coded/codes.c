@@ -1,7 +1,7 @@
 /* See codes.h. */
 #include "coded/codes.h"
 
-#include "coded/floats.h"
+#include "coded/decode.h"
 #include "runtime/integers.h"
 
 pagoda_panel_layout pagoda_layout_of_panel(const pagoda_code_format *format, int64_t in_features) {

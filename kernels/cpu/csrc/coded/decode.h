@@ -81,6 +81,13 @@ INLINE float float_of_f16(uint16_t half) {
     return value;
 }
 
+/* The number of a code. Its bits, shifted to those of a float16, are the number, or 2^-8 of it if the exponent has four
+ * bits. That is true of subnormal numbers, too. */
+INLINE float number_of_float(uint8_t code, int floats) {
+    const uint16_t half = (uint16_t)(code << 8);
+    return floats == FLOATS_E5M2 ? float_of_f16(half) : float_of_f16((half >> 1 & 0x3f80) | (half & 0x8000)) * 256;
+}
+
 /* Outer factors of a register's outputs, from `lane` on. */
 INLINE f32_register load_outer(const uint8_t *from, int type, int lane) {
     if (type == OUTER_F32) return register_load((const float *)from + lane);

@@ -6,13 +6,6 @@
 
 enum { WORDS_OF_CODES = 2 }; /* that four codes of an output become */
 
-/* The number of a code. Its bits, shifted to those of a float16, are the number, or 2^-8 of it if the exponent has four
- * bits. That is true of subnormal numbers, too. */
-INLINE float number_of_float(uint8_t code, int floats) {
-    const uint16_t half = (uint16_t)(code << 8);
-    return floats == FLOATS_E5M2 ? float_of_f16(half) : float_of_f16((half >> 1 & 0x3f80) | (half & 0x8000)) * 256;
-}
-
 #if defined(__AVX512VBMI__)
 
 /* The bytes of the numbers of the codes from 0 to 127: the low ones, and the high ones. */
