@@ -4,17 +4,22 @@ NVFP4   X.weight U8 [out, in / 2], X.weight_scale F8_E4M3 [out, in / 16], and on
             X.weight_scale_2       (ModelOpt) a scalar that multiplies the scales
             X.weight_global_scale  (compressed-tensors, with X.weight_packed for X.weight) one that divides them
 MXFP4   X.weight or X.weight_packed U8 [out, in / 2], X.weight_scale U8 [out, in / 32]
+stacked experts.gate_up_proj U8 [experts, out, in / 2], its _weight_scale and _weight_scale_2, of
+        ModelOpt. The second scale is of all, of each, or of the gates and of the ups of each. fp4_by_inputs.py has the
+        weights of models that multiply by [experts, in, out]
 GPT-OSS experts.gate_up_proj_blocks U8 [experts, out, in / 32, 16], experts.gate_up_proj_scales U8 [experts, out,
         in / 32]: the model has these transposed, [experts, in, out]
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
+from engine.models.checkpoint.formats.fp4_by_inputs import Fp4ByInputsWeight
 from engine.models.checkpoint.formats.module_tensors import ModuleTensors
 from engine.models.checkpoint.packed_weight import PackedWeight
 from engine.models.checkpoint.transposed_weight import transposed_packed
@@ -30,6 +35,7 @@ __all__ = ["Mxfp4Weight", "Nvfp4Weight", "fp4_weights"]
 _NV_GROUP, _MX_GROUP = 16, 32
 _BY_ROWS = frozenset({"weight", "scale"})
 _EXPONENTS = ("U8", "F8_E8M0")
+_FACTORS = ("F32", "BF16", "F16")
 _ZERO = 12.0
 _LEVELS = tuple(int(2 * number + _ZERO) for number in E2M1)
 _LARGE_EXPONENT = 250  # of E8M0: 6 * 2 ** (250 - 127) is finite in bfloat16
@@ -37,7 +43,10 @@ _LARGE_EXPONENT = 250  # of E8M0: 6 * 2 ** (250 - 127) is finite in bfloat16
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Nvfp4Weight(PackedWeight):
-    """Parts ``weight``, ``scale`` and maybe ``global scale``, which divides if ``divides``."""
+    """Parts ``weight``, ``scale`` and maybe ``global scale``, which divides if ``divides``.
+
+    A matrix has one global scale, or one for each half of its rows.
+    """
 
     format = "NVFP4"
     divides: bool
@@ -51,21 +60,26 @@ class Nvfp4Weight(PackedWeight):
 
     def coded(self, parts: Mapping[str, torch.Tensor], rows: range) -> CodedMatrix:
         """Return rows of the matrix as codes; levels are twice the codes' numbers."""
-        form, factor = self.code_format, parts.get("global scale", torch.ones(1)).float().view(1)
+        form, factors = self.code_format, parts.get("global scale", torch.ones(1)).float().flatten()
         assert form is not None
         scales = e4m3_numbers()[parts["scale"].view(torch.uint8).int()] / 2
-        output_scales = (1 / factor if self.divides else factor).repeat(len(rows))
+        whole = (1 / factors if self.divides else factors).repeat_interleave(self.shape[-2] // len(factors))
+        output_scales = whole[rows.start : rows.stop]
         return coded_groups(form, unpack_bits(parts["weight"], 4, self.shape[-1]), scales, output_scales=output_scales)
 
     def dequantise(
         self, parts: Mapping[str, torch.Tensor], rows: range, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return rows of the matrix in float32."""
-        scales = e4m3_numbers()
-        if (factor := parts.get("global scale")) is not None:
-            factor = factor.float().view(1)
-            scales = scales / factor if self.divides else scales * factor
-        return dequantise_fp4(parts["weight"], parts["scale"], _NV_GROUP, scale_table=scales, out=out)
+        factors = parts.get("global scale", torch.ones(1)).float().flatten()
+        tables = [e4m3_numbers() / factor if self.divides else e4m3_numbers() * factor for factor in factors]
+        codes, scales, half = parts["weight"], parts["scale"], self.shape[-2] // 2
+        if len(tables) == 1 or rows.stop <= half or rows.start >= half:
+            table = tables[0] if rows.stop <= half else tables[-1]
+            return dequantise_fp4(codes, scales, _NV_GROUP, scale_table=table, out=out)
+        first = half - rows.start
+        gates = dequantise_fp4(codes[:first], scales[:first], _NV_GROUP, scale_table=tables[0])
+        return torch.cat([gates, dequantise_fp4(codes[first:], scales[first:], _NV_GROUP, scale_table=tables[1])])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -111,37 +125,58 @@ def fp4_weights(module: ModuleTensors) -> Iterator[PackedWeight]:
     for name in [name for name in module.tensors if name.endswith("_blocks")]:
         if module.find(name.replace("_blocks", "_scales")) is not None and module.tensors[name].dtype == "U8":
             yield _transposed(module, name)
-    weight = module.find("weight_packed", "weight")
-    if weight is None or module.tensors[weight].dtype != "U8" or module.find("weight_scale") is None:
-        return
-    if module.tensors["weight_scale"].dtype in _EXPONENTS:
-        yield _weight(module, weight, None)
-    elif module.tensors["weight_scale"].dtype == "F8_E4M3":
-        factor = module.find("weight_scale_2", "weight_global_scale")
-        if factor is None:
-            raise module.error(weight, "has FP8 scales, but neither weight_scale_2 nor weight_global_scale beside it")
-        yield _weight(module, weight, factor)
+    for name in [name for name, tensor in module.tensors.items() if tensor.dtype == "U8"]:
+        prefix = "" if name in ("weight", "weight_packed") else f"{name}_"
+        scale = module.tensors.get(f"{prefix}weight_scale")
+        if scale is not None and scale.dtype in _EXPONENTS:
+            yield _weight(module, name, f"{prefix}weight_scale", None)
+        elif scale is not None and scale.dtype == "F8_E4M3":
+            names = f"{prefix}weight_scale_2", f"{prefix}weight_global_scale"
+            if (factor := module.find(*names)) is None:
+                raise module.error(name, f"has FP8 scales, but neither {' nor '.join(names)} beside it")
+            yield _weight(module, name, f"{prefix}weight_scale", factor)
 
 
-def _weight(module: ModuleTensors, name: str, factor: str | None) -> PackedWeight:
-    codes, scale = module.tensors[name], module.tensors["weight_scale"]
+def _weight(module: ModuleTensors, name: str, scale_name: str, factor: str | None) -> PackedWeight:
+    codes, scale = module.tensors[name].shape, module.tensors[scale_name].shape
     group = _MX_GROUP if factor is None else _NV_GROUP
-    if len(codes.shape) != 2 or scale.shape != (codes.shape[0], -(-2 * codes.shape[1] // group)):
+    has_inputs_first = len(codes) == 3 and scale == (codes[0], -(-2 * codes[1] // group), codes[2])
+    if not has_inputs_first and (len(codes) not in (2, 3) or scale != (*codes[:-1], -(-2 * codes[-1] // group))):
         raise module.error(
-            "weight_scale",
-            f"is {list(scale.shape)}, which does not fit codes of {list(codes.shape)} bytes with a "
-            f"scale for each {group}",
+            scale_name,
+            f"is {list(scale)}, which does not fit codes of {list(codes)} bytes with a scale for each {group}",
         )
-    shape, full_name = (codes.shape[0], 2 * codes.shape[1]), module.full_name("weight")
+    shared = frozenset() if factor is None else _shared(module, factor, codes, may_differ=not has_inputs_first)
+    divides = factor is not None and factor.endswith("weight_global_scale")
+    full_name = module.full_name("weight" if name == "weight_packed" else name)
+    taken = module.take(**{"weight": name, "scale": scale_name, "global scale": factor})
+    shape = (*codes[:-1], 2 * codes[-1])
+    if has_inputs_first:
+        shape = (codes[0], 2 * codes[1], codes[2])
+        return Fp4ByInputsWeight(
+            name=full_name, parts=taken, shape=shape, shared=shared, row_multiple=group, divides=divides
+        )
     if factor is None:
-        parts = module.take(weight=name, scale="weight_scale")
-        return Mxfp4Weight(name=full_name, parts=parts, shape=shape, read_by_rows=_BY_ROWS)
-    whole = module.tensors[factor]
-    if whole.dtype not in ("F32", "BF16", "F16") or whole.shape not in ((), (1,)):
-        raise module.error(factor, f"is {whole.dtype} {list(whole.shape)}, and not one number")
-    parts = module.take(**{"weight": name, "scale": "weight_scale", "global scale": factor})
-    divides = factor == "weight_global_scale"
-    return Nvfp4Weight(name=full_name, parts=parts, shape=shape, read_by_rows=_BY_ROWS, divides=divides)
+        return Mxfp4Weight(name=full_name, parts=taken, shape=shape, read_by_rows=_BY_ROWS)
+    return Nvfp4Weight(name=full_name, parts=taken, shape=shape, shared=shared, read_by_rows=_BY_ROWS, divides=divides)
+
+
+def _shared(module: ModuleTensors, name: str, codes: tuple[int, ...], *, may_differ: bool) -> frozenset[str]:
+    """Return the global scale as a set of parts if all stacked matrices share it; else nothing: each has its own.
+
+    Args:
+        module: of the weight.
+        name: of the scale.
+        codes: their shape.
+        may_differ: whether the halves of a matrix's rows, gates and ups, may have one each.
+    """
+    factor, stacked = module.tensors[name], codes[:-2]
+    is_shared = factor.shape in ((), (1,)) and stacked != (1,)
+    counts = (1, 2) if may_differ and codes[-2] % 2 == 0 else (1,)
+    has_each = bool(stacked) and math.prod(factor.shape) in [count * stacked[0] for count in counts]
+    if factor.dtype not in _FACTORS or not (is_shared or (has_each and factor.shape[:1] == stacked)):
+        raise module.error(name, f"is {factor.dtype} {list(factor.shape)}, and not one number for each matrix")
+    return frozenset({"global scale"}) if is_shared else frozenset()
 
 
 def _transposed(module: ModuleTensors, name: str) -> PackedWeight:

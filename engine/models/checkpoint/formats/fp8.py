@@ -8,7 +8,8 @@
                          U8 or E8M0 exponents [out, in / 32] (MXFP8)
     X.scale              E8M0 blocks of DeepSeek's newest models
 
-Stacked experts have the same with an expert's index as the first dimension, and names as `experts.down_proj_scale_inv`.
+Stacked experts have the same with an expert's index as the first dimension, or a scale for all of them, and names as
+`experts.down_proj_scale_inv`; ModelOpt's are `experts.down_proj_weight_scale`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ __all__ = ["Fp8Weight", "fp8_weights"]
 _FLOATS: dict[str, Floats] = {"F8_E4M3": "e4m3", "F8_E5M2": "e5m2"}
 _EXPONENTS = ("U8", "F8_E8M0")
 _SCALES = ("F32", "BF16", "F16", *_EXPONENTS)
+_ONE = ((), (1,))  # shapes of one number
 _USUAL_BLOCK, _MX_COLUMNS = 128, 32
 
 
@@ -77,15 +79,18 @@ def fp8_weights(module: ModuleTensors) -> Iterator[PackedWeight]:
         ModelLoadError: if the scales do not fit the weight.
     """
     for name, codes in list(module.tensors.items()):
-        scale = module.find(f"{name}_scale_inv", f"{name}_scale", *(["scale"] if name == "weight" else []))
+        further = "scale" if name == "weight" else f"{name}_weight_scale"
+        scale = module.find(f"{name}_scale_inv", f"{name}_scale", further)
         if codes.dtype in _FLOATS and len(codes.shape) >= 2 and scale is not None:
             _squeeze_blocks(module, scale, len(codes.shape))
             block = _block(module, scale, codes.shape)
+            shared = frozenset({"scale"} if module.tensors[scale].shape in _ONE else ())
             yield Fp8Weight(
                 name=module.full_name(name),
                 parts=module.take(weight=name, scale=scale),
                 shape=codes.shape,
                 read_by_rows=frozenset({"weight"}),
+                shared=shared,
                 block=block,
             )
 
@@ -107,6 +112,8 @@ def _block(module: ModuleTensors, name: str, shape: tuple[int, ...]) -> tuple[in
     grid = scale.shape[len(stacked) :]
     if scale.dtype not in _SCALES:
         raise module.error(name, f"has the dtype {scale.dtype}, which scales do not have")
+    if scale.shape in _ONE:
+        return max(shape[-2], 1), max(shape[-1], 1)  # of all matrices
     if scale.shape[: len(stacked)] != stacked or len(grid) > 2:
         raise module.error(name, f"has the shape {list(scale.shape)}, which is not that of scales of {list(shape)}")
     is_mx = scale.dtype == "U8" or (scale.dtype in _EXPONENTS and grid == (shape[-2], -(-shape[-1] // _MX_COLUMNS)))

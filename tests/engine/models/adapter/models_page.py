@@ -30,6 +30,7 @@ from tests.engine.models.decoder.llama4.llama4_models import LLAMA4_MODELS
 from tests.engine.models.decoder.recurrent.recurrent_families import RECURRENT_FAMILIES, recurrent_architecture
 from tests.engine.models.gguf.converted import ARCHITECTURES as GGUF_MODELS
 from tests.engine.models.multimodal.tiny_checkpoints import COMPARED_APART, TINY
+from tests.engine.models.published.text_pairs import TEXT_PAIRS
 from tests.engine.worker.test_tensor_parallel import SHARED_BY_RANKS
 
 PAGE = Path(__file__).parents[4] / "docs" / "models.md"
@@ -165,10 +166,13 @@ is seen from the tensors, so any layers may be left out. The checkpoint's quanti
 | integers of 2 to 8 bits with scales and biases ("affine"), MXFP4, NVFP4, MXFP8, embeddings too | MLX |
 
 Some programs also divide weights otherwise: MLX stacks experts, splits those of latent attention, turns convolutions
-and adds one to norms; Unsloth and llm-compressor have GPT-OSS's experts one by one. These layouts are read too.
+and adds one to norms; ModelOpt stacks the experts of some models, with one scale for all or several for each; Unsloth
+and llm-compressor have GPT-OSS's experts one by one. These layouts are read too.
 
 Each format is compared with an independent reference, bit for bit in float32, and the tokens of a tiny checkpoint with
-those of transformers for the dequantised weights (`tests/engine/models/checkpoint/formats/`).
+those of transformers for the dequantised weights (`tests/engine/models/checkpoint/formats/`). So are {num_pairs} pairs
+of a family and a format, each with a tiny checkpoint that is written as a published one is
+(`tests/engine/models/published/`).
 
 ## GGUF files
 
@@ -252,7 +256,10 @@ def render() -> str:
     kinds = [(tiny.published, tiny.architecture, tiny.text_type) for tiny in TINY.values()]
     kinds += [(names, *types) for names, types in COMPARED_APART.items()]
     multimodal = "\n".join(_multimodal_row(*kind) for kind in kinds)
-    return f"{head}{served}\n{MULTIMODAL_HEAD}{multimodal}\n{REFUSALS.format(rows=rows, **_gguf())}"
+    num_pairs = len(TEXT_PAIRS) + 2 * len(TINY)
+    return (
+        f"{head}{served}\n{MULTIMODAL_HEAD}{multimodal}\n{REFUSALS.format(rows=rows, num_pairs=num_pairs, **_gguf())}"
+    )
 
 
 def _gguf() -> dict[str, str]:

@@ -91,6 +91,7 @@ def save_quantised(
     extra: Tensors | None = None,
     chosen: Callable[[str], bool] = is_linear,
     files: dict[str, Any] | None = None,
+    save: Callable[[PreTrainedModel, Path], object] = save_checkpoint,
 ) -> Quantised:
     """Write a checkpoint whose weights are quantised.
 
@@ -102,9 +103,10 @@ def save_quantised(
         extra: further tensors.
         chosen: which weights are quantised, by name.
         files: further JSON files by name.
+        save: writes the model before, with the names of published checkpoints.
     """
     plain, quantised = path / "plain", path / "quantised"
-    save_checkpoint(model, plain)
+    save(model, plain)
     tensors = load_file(plain / FILE)
     encoded = {
         name: encode(name.removesuffix(".weight"), weight.float()) for name, weight in tensors.items() if chosen(name)

@@ -1,0 +1,66 @@
+"""Quantised checkpoints of models of text, as they are published, answer like transformers' dequantised model."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.engine.models.checkpoint.formats.quantised import FILE, Tensors, check_tokens, save_quantised
+from tests.engine.models.published.text_pairs import TEXT_PAIRS, Pair
+from tests.engine.models.published.weight_formats import FORMS
+
+NEVER = re.compile(
+    r"norm|router|gate\.weight$|shared_expert_gate|conv|embed|lm_head|weights_proj|mlp\.gate\.|A_log|dt_bias|statics"
+)
+FEW = (
+    *("Qwen2.5-7B-Instruct-GPTQ-Int4", "phi-4-FP8-dynamic", "MiniMax-M2.5", "GLM-4.5-Air-FP8", "DeepSeek-V3.1"),
+    *("Qwen3-Next-80B-A3B-Instruct-FP8", "NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4", "Kimi-K2-Thinking"),
+    *("Qwen3-30B-A3B-NVFP4", "Qwen3-4B-MLX-4bit", "Mixtral-8x7B-Instruct-v0.1-AWQ", "DeepSeek-V3.2"),
+)
+
+
+def is_quantised(name: str, weight: torch.Tensor, pair: Pair) -> bool:
+    """Return whether a weight is one that the checkpoint quantises; formats need multiples of 32."""
+    fits = weight.dim() == 2 and name.endswith(".weight") and all(size % 32 == 0 for size in weight.shape)
+    is_kept = NEVER.search(name) is not None or any(part in name for part in pair.skipped)
+    return (fits and not is_kept) or any(part in name for part in pair.further)
+
+
+def further_layer(pair: Pair) -> Tensors:
+    """Return the tensors of a layer that predicts further tokens."""
+    encode, _, _ = FORMS[pair.form]
+    if not pair.mtp:
+        return {}
+    layer: Tensors = {f"{pair.mtp}.{norm}.weight": torch.ones(64) for norm in ("enorm", "hnorm", "shared_head.norm")}
+    layer[f"{pair.mtp}.eh_proj.weight"] = torch.randn(64, 128)
+    for module in ("self_attn.o_proj", "mlp.experts.0.gate_proj"):
+        encoded = encode(f"{pair.mtp}.{module}", torch.randn(64, 64))
+        layer |= {f"{pair.mtp}.{module}.{end}": tensor.contiguous() for end, tensor in encoded.tensors.items()}
+    return layer
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.long) for name in TEXT_PAIRS]
+)
+def test_the_tokens_are_those_of_the_dequantised_model(name: str, tmp_path: Path) -> None:
+    pair = TEXT_PAIRS[name]
+    encode, config, files = FORMS[pair.form]
+    model = pair.build()
+    pair.save(model, tmp_path / "names")
+    stored = load_file(tmp_path / "names" / FILE)
+    quantised = save_quantised(
+        model,
+        tmp_path,
+        encode,
+        config,
+        extra=pair.extra | further_layer(pair),
+        chosen=lambda weight: is_quantised(weight, stored[weight], pair),
+        files=files,
+        save=pair.save,
+    )
+    assert len(quantised.values) >= 6
+    check_tokens(quantised)
