@@ -29,7 +29,7 @@ from engine.models.checkpoint.formats.coded_reading import code_format_of, read_
 from engine.models.checkpoint.formats.gguf import gguf_entries
 from engine.models.checkpoint.formats.table import group_weights
 from engine.models.checkpoint.gpt_oss_experts import with_stacked_experts
-from engine.models.checkpoint.mlx_layout import with_mlx_layout
+from engine.models.checkpoint.mlx_layout import with_joined_latents, with_mlx_layout
 from engine.models.checkpoint.own_memory import own_memory
 from engine.models.checkpoint.packed_weight import PackedWeight, Scratch, read_packed
 from engine.models.checkpoint.plain_tensor import PLAIN_DTYPES, read_plain
@@ -296,7 +296,7 @@ def open_checkpoint(path: str | Path) -> Iterator[Checkpoint]:
 def _gguf_entries(path: Path, files: TensorFiles) -> dict[str, Entry]:
     gguf = open_gguf(path)
     try:
-        return gguf_entries(gguf, files.open_file)
+        return with_joined_latents(gguf_entries(gguf, files.open_file))
     except OSError as error:
         raise ModelLoadError(f"'{path}' could not be read: {error}") from error
 

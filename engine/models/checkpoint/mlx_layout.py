@@ -22,7 +22,7 @@ from engine.models.checkpoint.composed_weight import ComposedWeight, Entry, matr
 from engine.models.checkpoint.files.safetensors_header import StoredTensor
 from engine.models.checkpoint.packed_weight import PackedWeight
 
-__all__ = ["with_mlx_layout"]
+__all__ = ["with_joined_latents", "with_mlx_layout"]
 
 _STACK = re.compile(
     r"(.*)\.(?:(?:switch_mlp|experts\.switch_glu)\.(\w+)|experts\.(gate_proj|up_proj|down_proj))\.weight"
@@ -71,7 +71,7 @@ def with_mlx_layout(architecture: str | None, weights: dict[str, Entry]) -> dict
         result |= _of_each_expert(name, entry, weights)
     if architecture == "GraniteMoeHybridForCausalLM":
         result = _with_joined_gates(result)
-    result = _with_joined_latents(result)
+    result = with_joined_latents(result)
     turned_back = {name: _turned_convolution(entry) for name, entry in result.items() if name.endswith(_CONVOLUTIONS)}
     if all(result[name] is entry for name, entry in turned_back.items()):
         return result
@@ -128,8 +128,8 @@ def _with_joined_gates(weights: dict[str, Entry]) -> dict[str, Entry]:
     return result
 
 
-def _with_joined_latents(weights: dict[str, Entry]) -> dict[str, Entry]:
-    """Return the weights with the two halves of each head of ``kv_b_proj`` in one."""
+def with_joined_latents(weights: dict[str, Entry]) -> dict[str, Entry]:
+    """Return the weights with the two halves of each head of ``kv_b_proj`` in one; GGUF files have halves, too."""
     result = dict(weights)
     for name, keys in weights.items():
         module = name.removesuffix(".embed_q.weight")

@@ -13,10 +13,11 @@ from typing import Any
 from engine.errors import ModelLoadError
 from engine.models.gguf.fields import Fields
 from engine.models.gguf.file import GgufFile
+from engine.models.gguf.further_config import FURTHER
 from engine.models.gguf.gemma4_config import gemma4_config
 from engine.models.gguf.recurrent_config import RECURRENT
 from engine.models.gguf.rope import longrope_parameters, rope_parameters
-from engine.models.gguf.sizes import has, head_dim_of, key_length, num_layers, whole_rope
+from engine.models.gguf.sizes import has, head_dim_of, key_length, layer_types, num_layers, whole_rope
 from engine.models.gguf.stop_tokens import stop_token_ids
 
 __all__ = ["gguf_config", "gguf_generation_config"]
@@ -24,6 +25,7 @@ __all__ = ["gguf_config", "gguf_generation_config"]
 _DTYPES = {"F32": "float32", "F16": "float16"}  # quantised weights become bfloat16, as those of BF16
 _GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS = 46, 62  # their attention has another scale, which no key says
 _GEMMA3_PERIOD = 6
+_UNUSED_EPS = 1e-6  # of models that have layer norms
 _TOWERS = "clip"  # of files called mmproj-...
 _SAMPLING = {
     "general.sampling.temp": "temperature",
@@ -51,7 +53,7 @@ def gguf_config(gguf: GgufFile) -> dict[str, Any]:
             f"'{gguf.path}' is of llama.cpp's architecture '{fields.architecture}', which is not read from GGUF; "
             f"supported: {', '.join(_BUILDERS)}; give a Hugging Face checkpoint's directory for others"
         )
-    heads = {} if fields.architecture in {*RECURRENT, "gemma4"} else _heads(fields)
+    heads = {} if fields.architecture in {*RECURRENT, "gemma4", "deepseek2"} else _heads(fields)
     return _common(gguf, fields) | heads | build(gguf, fields)
 
 
@@ -65,13 +67,13 @@ def _common(gguf: GgufFile, fields: Fields) -> dict[str, Any]:
     embedding = gguf.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise fields.error("it has no matrix 'token_embd.weight'; download the file again")
-    stop_ids = stop_token_ids(gguf)
+    stop_ids, has_layer_norms = stop_token_ids(gguf), "attention.layer_norm_epsilon" in fields
     return {
         "vocab_size": embedding.shape[0],
         "hidden_size": fields.integer("embedding_length"),
         "num_hidden_layers": num_layers(fields),
         "max_position_embeddings": fields.integer("context_length"),
-        "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon", _UNUSED_EPS if has_layer_norms else None),
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
         "bos_token_id": gguf.metadata.get("tokenizer.ggml.bos_token_id"),
         "pad_token_id": gguf.metadata.get("tokenizer.ggml.padding_token_id"),
@@ -219,7 +221,7 @@ def _gemma3(gguf: GgufFile, fields: Fields) -> dict[str, Any]:
         "final_logit_softcapping": softcap,
         "attn_logit_softcapping": None,
         "sliding_window": fields.integer("attention.sliding_window") if slides else None,
-        "layer_types": (_layer_types(fields, _GEMMA3_PERIOD) if slides else ["full_attention"] * num_layers(fields)),
+        "layer_types": (layer_types(fields, _GEMMA3_PERIOD) if slides else ["full_attention"] * num_layers(fields)),
         "rope_parameters": {"full_attention": whole_rope(fields), "sliding_attention": local},
     }
 
@@ -254,20 +256,9 @@ def _gpt_oss(gguf: GgufFile, fields: Fields) -> dict[str, Any]:
         "num_experts_per_tok": fields.integer("expert_used_count"),
         "attention_bias": has(gguf, "attn_q.bias"),
         "sliding_window": fields.integer("attention.sliding_window"),
-        "layer_types": _layer_types(fields, 2),
+        "layer_types": layer_types(fields, 2),
         "rope_parameters": rope,
     }
-
-
-def _layer_types(fields: Fields, period: int) -> list[str]:
-    """Return which layers slide: all but each ``period``-th, unless the file has a pattern of its own."""
-    count, pattern = num_layers(fields), fields.raw("attention.sliding_window_pattern")
-    if isinstance(pattern, list) and len(pattern) == count and all(type(slides) is bool for slides in pattern):
-        flags = pattern
-    else:
-        period = period if pattern is None else fields.integer("attention.sliding_window_pattern")
-        flags = [bool((layer + 1) % period) for layer in range(count)]
-    return ["sliding_attention" if slides else "full_attention" for slides in flags]
 
 
 _BUILDERS: dict[str, Callable[[GgufFile, Fields], dict[str, Any]]] = {
@@ -285,5 +276,6 @@ _BUILDERS: dict[str, Callable[[GgufFile, Fields], dict[str, Any]]] = {
     "gemma4": gemma4_config,
     "phi3": _phi3,
     "gpt-oss": _gpt_oss,
+    **FURTHER,
     **RECURRENT,
 }

@@ -52,15 +52,36 @@ _GEMMA4 = _GEMMA_NORMS | {
     "proj": "per_layer_projection",
     "post_norm": "post_per_layer_input_norm",
 }
+_SHARED_EXPERTS = {f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}
+_DEEPSEEK = _SHARED_EXPERTS | {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",  # of older files; of newer ones in halves, as MLX has them
+    "attn_k_b": "self_attn.embed_q",
+    "attn_v_b": "self_attn.unembed_out",
+}
 _OWN = {  # names that an architecture has for itself
     "gemma2": _GEMMA_NORMS,
     "gemma3": _GEMMA_NORMS,
     "gemma4": _GEMMA4,
     "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
     "gpt-oss": {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
+    "deepseek2": _DEEPSEEK,
+    "glm4": {
+        "post_attention_norm": "post_self_attn_layernorm",
+        "post_ffw_norm": "post_mlp_layernorm",
+        "ffn_up": "mlp.gate_up_proj",
+    },
+    "glm4moe": _SHARED_EXPERTS | {"post_attention_norm": "post_attention_layernorm"},
 }
+_CHOICE = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
 _WITHOUT_KIND = {  # an architecture's weights that are not called weight or bias
     "gpt-oss": {"attn_sinks.weight": "self_attn.sinks"},
+    "deepseek2": _CHOICE,
+    "glm4moe": _CHOICE,
     "gemma4": {
         "layer_output_scale.weight": "layer_scalar",
         "ffn_gate_inp.scale": "router.scale",
@@ -71,6 +92,7 @@ _MIXTRAL = {"ffn_gate_inp": "block_sparse_moe.gate"}
 _MIXTRAL_EXPERTS = {"ffn_gate_exps": "w1", "ffn_up_exps": "w3", "ffn_down_exps": "w2"}
 _IN_CONFIG = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}  # gguf_config reads them
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias|scale)")
+_NUMBER = re.compile(r"blk\.(\d+)\.")
 
 
 def gguf_weights(gguf: GgufFile) -> dict[str, GgufWeight]:
@@ -90,9 +112,15 @@ def gguf_weights(gguf: GgufFile) -> dict[str, GgufWeight]:
     is_mixtral = architecture == "llama" and fields.integer("expert_count", 0, smallest=0) > 0
     names = _IN_LAYER | _OWN.get(architecture, {}) | (_MIXTRAL if is_mixtral else {})
     adds_one = architecture in ("gemma", "gemma2", "gemma3")
+    further = fields.integer("nextn_predict_layers", 0, smallest=0)
+    num_layers = fields.integer("block_count") - further if further else None
     weights: dict[str, GgufWeight] = {}
     for name, tensor in gguf.tensors.items():
         if name in _IN_CONFIG:
+            continue
+        if num_layers is not None and (number := _NUMBER.match(name)) and int(number[1]) >= num_layers:
+            own = name.removeprefix(number[0])
+            weights[f"model.layers.{number[1]}.{own}"] = GgufWeight(parts=(tensor,), shape=tensor.shape)
             continue
         layer = _LAYER.fullmatch(name)
         if layer is not None and holds_experts(layer[2], layer[3], tensor):

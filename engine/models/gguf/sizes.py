@@ -8,7 +8,7 @@ from engine.models.gguf.fields import Fields
 from engine.models.gguf.file import GgufFile
 from engine.models.gguf.rope import rope_parameters
 
-__all__ = ["has", "head_dim_of", "key_length", "num_layers", "whole_rope"]
+__all__ = ["has", "head_dim_of", "key_length", "layer_types", "num_layers", "whole_rope"]
 
 _MAX_LAYERS = 512
 
@@ -44,6 +44,17 @@ def whole_rope(fields: Fields) -> dict[str, Any]:
             "supported; give another model"
         )
     return rope_parameters(fields, head_dim)
+
+
+def layer_types(fields: Fields, period: int) -> list[str]:
+    """Return which layers slide: all but each ``period``-th, unless the file has a pattern of its own."""
+    count, pattern = num_layers(fields), fields.raw("attention.sliding_window_pattern")
+    if isinstance(pattern, list) and len(pattern) == count and all(type(slides) is bool for slides in pattern):
+        flags = pattern
+    else:
+        period = period if pattern is None else fields.integer("attention.sliding_window_pattern")
+        flags = [bool((layer + 1) % period) for layer in range(count)]
+    return ["sliding_attention" if slides else "full_attention" for slides in flags]
 
 
 def has(gguf: GgufFile, name: str) -> bool:

@@ -18,7 +18,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from tests.engine.models.gguf import gemma4, recurrent
+from tests.engine.models.gguf import further, gemma4, recurrent
 from tests.engine.models.gguf.blocks import random_weight
 
 __all__ = ["ARCHITECTURES", "LLAMA3", "build_model", "write_gguf"]
@@ -95,6 +95,7 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
                                                                             "partial_rotary_factor": 1.0}}),
     "gpt-oss": ("gpt-oss", "gpt_oss", _EXPERTS | _SLIDING | {"rope_parameters": _GPT_OSS_ROPE}),
     **gemma4.ARCHITECTURES,
+    **further.ARCHITECTURES,
     **recurrent.ARCHITECTURES,
 }  # fmt: skip
 
@@ -130,8 +131,7 @@ def write_gguf(model: PreTrainedModel, name: str, path: Path, *, add_tokenizer: 
     architecture, _, _ = ARCHITECTURES[name]
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
-    add_metadata = recurrent.add_metadata if name in recurrent.ARCHITECTURES else _add_metadata
-    add_metadata(writer, architecture, config)
+    _metadata_of(name)(writer, architecture, config)
     if add_tokenizer is not None:
         add_tokenizer(writer)
     random, kinds = np.random.default_rng(0), itertools.cycle(_ALL_TYPES)
@@ -140,7 +140,7 @@ def write_gguf(model: PreTrainedModel, name: str, path: Path, *, add_tokenizer: 
         for tensor, shape, views in _all_tensors(model, name):
             stored_name = names.get_name(tensor, try_suffixes=(".weight", ".bias")) or tensor
             # The converter keeps vectors, routers and convolutions in float32.
-            is_small = len(shape) == 1 or "router" in tensor or tensor.endswith(".bias")
+            is_small = len(shape) == 1 or "router" in tensor or "norm" in tensor or tensor.endswith(".bias")
             is_small = is_small or any(part in stored_name for part in recurrent.FORCED_FLOAT32)
             kind = Type.F32 if is_small else next(k for k in kinds if shape[-1] % gguf.GGML_QUANT_SIZES[k][0] == 0)
             stored, values = random_weight(shape, kind, _SPREAD, random)
@@ -166,13 +166,19 @@ def write_gguf(model: PreTrainedModel, name: str, path: Path, *, add_tokenizer: 
     writer.close()
 
 
+def _metadata_of(name: str) -> Any:
+    if name in recurrent.ARCHITECTURES:
+        return recurrent.add_metadata
+    return further.add_metadata if name in further.ARCHITECTURES else _add_metadata
+
+
 def _all_tensors(model: PreTrainedModel, name: str) -> Iterator[tuple[str, tuple[int, ...], list[torch.Tensor]]]:
     """Yield the converter's tensors: the name that its tables know, their shape, and where the model has the values."""
     if name in recurrent.ARCHITECTURES:
         yield from recurrent.tensors(model)
         return
-    if name in gemma4.ARCHITECTURES:
-        yield from gemma4.tensors(model)
+    if name in gemma4.ARCHITECTURES or name in further.ARCHITECTURES:
+        yield from (gemma4 if name in gemma4.ARCHITECTURES else further).tensors(model)
         return
     for tensor, views in _tensors(model, ARCHITECTURES[name][0]):
         shape = tuple(views[0].shape)
