@@ -24,17 +24,26 @@ _QWEN35 = (
     rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?{_WORD}+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
+# DeepSeek V3's: up to three digits; then runs of Chinese and Japanese; then words and punctuation.
+_EAST_ASIAN = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+_ASCII_MARKS = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"
+_DEEPSEEK3 = (
+    rf"{_ASCII_MARKS}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
 _LIKE_LLAMA3 = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "lfm2", "pixtral")
 
 WORDS: dict[str | None, tuple[str, ...]] = {  # applied one after another
-    **dict.fromkeys((*_LIKE_LLAMA3, "dbrx", "smaug-bpe"), (_LLAMA3,)),
+    **dict.fromkeys((*_LIKE_LLAMA3, "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (_LLAMA3,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez"), (_QWEN2,)),
     "qwen35": (_QWEN35,),
     **dict.fromkeys(("gpt-4o", "llama4"), (_GPT4O,)),
     "tekken": (_TEKKEN,),
+    "deepseek-v3": (r"\p{N}{1,3}", _EAST_ASIAN, _DEEPSEEK3),
     **dict.fromkeys(("gpt-2", "phi-2"), (_GPT2,)),
-    **dict.fromkeys(("smollm", "starcoder", "refact"), (_DIGIT, _GPT2)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), (_DIGIT, _GPT2)),
 }
 IGNORE_MERGES = frozenset({*_LIKE_LLAMA3, "tekken"})  # a word that is a token stays one, whatever the merges say
 BEGIN_WITH_BOS = IGNORE_MERGES  # unless the file says otherwise
-WITH_NFC = frozenset({"qwen2", "qwen35"})  # the original's normaliser, which llama.cpp leaves out
+WITH_NFC = frozenset({"qwen2", "qwen35", "command-r"})  # the original's normaliser, which llama.cpp leaves out

@@ -25,7 +25,6 @@ __all__ = ["gguf_config", "gguf_generation_config"]
 _DTYPES = {"F32": "float32", "F16": "float16"}  # quantised weights become bfloat16, as those of BF16
 _GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS = 46, 62  # their attention has another scale, which no key says
 _GEMMA3_PERIOD = 6
-_UNUSED_EPS = 1e-6  # of models that have layer norms
 _TOWERS = "clip"  # of files called mmproj-...
 _SAMPLING = {
     "general.sampling.temp": "temperature",
@@ -68,12 +67,12 @@ def _common(gguf: GgufFile, fields: Fields) -> dict[str, Any]:
     if embedding is None or len(embedding.shape) != 2:
         raise fields.error("it has no matrix 'token_embd.weight'; download the file again")
     stop_ids, has_layer_norms = stop_token_ids(gguf), "attention.layer_norm_epsilon" in fields
-    return {
+    epsilon = {} if has_layer_norms else {"rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon")}
+    return epsilon | {
         "vocab_size": embedding.shape[0],
         "hidden_size": fields.integer("embedding_length"),
         "num_hidden_layers": num_layers(fields),
         "max_position_embeddings": fields.integer("context_length"),
-        "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon", _UNUSED_EPS if has_layer_norms else None),
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
         "bos_token_id": gguf.metadata.get("tokenizer.ggml.bos_token_id"),
         "pad_token_id": gguf.metadata.get("tokenizer.ggml.padding_token_id"),

@@ -55,7 +55,8 @@ def _experts(fields: Fields) -> dict[str, Any]:
 def _layers(fields: Fields) -> dict[str, Any]:
     """Return the number of layers, and of those after them that predict further tokens."""
     further = fields.integer("nextn_predict_layers", 0, smallest=0)
-    return {"num_hidden_layers": max(num_layers(fields) - further, 1), "num_nextn_predict_layers": further}
+    own = {"num_hidden_layers": max(num_layers(fields) - further, 1)}
+    return own | ({"num_nextn_predict_layers": further} if further else {})
 
 
 def _deepseek2(gguf: GgufFile, fields: Fields) -> dict[str, Any]:
@@ -82,7 +83,9 @@ def _deepseek2(gguf: GgufFile, fields: Fields) -> dict[str, Any]:
         "attention_bias": has(gguf, "attn_q_a.bias"),
         "rope_parameters": _latent_rope(fields, rotary),
     }
-    if not is_v3:
+    if is_v3:
+        config["num_nextn_predict_layers"] = 0  # unless the file has some
+    else:
         config["topk_method"] = "group_limited_greedy" if config["n_group"] > 1 else "greedy"
     return config | _layers(fields)
 
@@ -98,6 +101,8 @@ def _latent_rope(fields: Fields, rotary: int) -> dict[str, Any]:
 
 def _partial_rope(fields: Fields) -> dict[str, Any]:
     """Return the parameters of RoPE over a part of each head."""
+    if "rope.dimension_sections" in fields:  # of GLM-4.1V and others: the converter has put queries in another order
+        raise fields.error("it is a model of images and text, whose order of queries and keys is not supported")
     head_dim = head_dim_of(fields)
     rotary = fields.integer("rope.dimension_count", head_dim)
     if rotary > head_dim:

@@ -22,6 +22,7 @@ _TEXTS = frozenset(
         "<|end|>",
         "<|return|>",
         "<|call|>",
+        "<|observation|>",
         "<end_of_turn>",
         "<turn|>",
         "<|endoftext|>",

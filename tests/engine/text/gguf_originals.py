@@ -87,6 +87,32 @@ def _smollm() -> RustTokenizer:
     return _train_byte_level(pre, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], [])
 
 
+def _command_r() -> RustTokenizer:
+    """Return a tokenizer with the steps of transformers' CohereTokenizer."""
+    tokenizer = _smollm()
+    tokenizer.normalizer = normalizers.NFC()
+    return _begin_with(tokenizer, "<|im_start|>")
+
+
+def _glm4() -> RustTokenizer:
+    pre = _byte_level(_split(GGUF_PRE_TOKENIZER_SPLITS["llama-bpe"]))
+    return _train_byte_level(pre, ["<|endoftext|>", "<|user|>", "<|assistant|>"], ["<think>"])
+
+
+DEEPSEEK3_SPLITS = (  # of the published tokenizer.json
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-\u309f\u30a0-\u30ff]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"""| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+""",
+)
+
+
+def _deepseek3() -> RustTokenizer:
+    pre = pre_tokenizers.Sequence([*map(_split, DEEPSEEK3_SPLITS), pre_tokenizers.ByteLevel(False, use_regex=False)])
+    special = ["<|begin_of_sentence|>", "<|end_of_sentence|>"]
+    return _begin_with(_train_byte_level(pre, special, ["<think>"]), special[0])
+
+
 def _pieces(special: list[str]) -> list[str]:
     """Return the pieces of a small SentencePiece model: special tokens, bytes, then pieces by score."""
     trained = RustTokenizer(models.BPE())
@@ -175,6 +201,12 @@ KINDS: dict[str, tuple[Callable[[], RustTokenizer], str, str, str, dict[str, str
     "tekken": (_tekken, "llama", "gpt2", "tekken", {"bos": "<s>", "eos": "</s>"}),
     "gpt-2": (_gpt2, "phi3", "gpt2", "gpt-2", {"bos": "<|endoftext|>", "eos": "<|endoftext|>"}),
     "smollm": (_smollm, "llama", "gpt2", "smollm", {"bos": "<|im_start|>", "eos": "<|im_end|>"}),
+    "command-r": (_command_r, "command-r", "gpt2", "command-r", {"bos": "<|im_start|>", "eos": "<|im_end|>"}),
+    "glm4": (_glm4, "glm4moe", "gpt2", "glm4", {"eos": "<|endoftext|>", "pad": "<|endoftext|>"}),
+    "deepseek-v3": (
+        *(_deepseek3, "deepseek2", "gpt2", "deepseek-v3"),
+        {"bos": "<|begin_of_sentence|>", "eos": "<|end_of_sentence|>"},
+    ),
     "llama 2": (_llama2, "llama", "llama", "default", {"bos": "<s>", "eos": "</s>", "unk": "<unk>"}),
     "phi3": (_phi3, "phi3", "llama", "default", {"bos": "<s>", "eos": "<|endoftext|>", "unk": "<unk>"}),
     "gemma": (_gemma, "gemma3", "llama", "default", _GEMMA_NAMES),

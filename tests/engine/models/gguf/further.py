@@ -29,6 +29,7 @@ _LATENT: dict[str, Any] = _EXPERTS | {
     "qk_rope_head_dim": 32,
     "head_dim": 32,  # what RoPE rotates
     "v_head_dim": 64,
+    "num_nextn_predict_layers": 0,
 }
 _YARN: dict[str, Any] = {
     "rope_type": "yarn",
@@ -52,6 +53,11 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
         | {"norm_topk_prob": False},
     ),
     "deepseek2-v2-lite": ("deepseek2", "deepseek_v2", _LATENT | {"q_lora_rank": None, "norm_topk_prob": False}),
+    "deepseek2-glm": (
+        "deepseek2",
+        "glm4_moe_lite",
+        _LATENT | {"rope_parameters": _HALF["rope_parameters"] | {"partial_rotary_factor": 1.0}},
+    ),
     "glm4": ("glm4", "glm4", _HALF),
     "glm4moe": ("glm4moe", "glm4_moe", _EXPERTS | _HALF | {"use_qk_norm": True, "attention_bias": True}),
     "command-r": ("command-r", "cohere", _COHERE),

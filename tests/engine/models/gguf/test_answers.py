@@ -153,16 +153,41 @@ def test_tensors_that_do_not_fit_the_metadata_are_refused(tmp_path: Path, case: 
         make_llm(str(path), num_blocks=64)
 
 
-def test_layers_that_predict_further_tokens_are_not_read(tmp_path: Path) -> None:
-    def with_another_layer(writer: Any) -> None:
-        writer.kv_data[0]["qwen35.block_count"].value = 3
-        writer.add_uint32("qwen35.nextn_predict_layers", 1)
-        for name in ("attn_norm", "nextn.eh_proj", "nextn.shared_head_norm"):
-            writer.add_tensor(f"blk.2.{name}.weight", torch.zeros(32).numpy())
+@pytest.mark.parametrize("name", ["qwen35", "glm4moe", "deepseek2-v3"])
+def test_layers_that_predict_further_tokens_are_not_read(name: str, tmp_path: Path) -> None:
+    architecture, _, _ = ARCHITECTURES[name]
 
-    write_gguf(build_model("qwen35"), "qwen35", path := tmp_path / "a.gguf", add_tokenizer=with_another_layer)
-    llm = make_llm(str(path), num_blocks=16)
-    assert len(llm.engine.runner.workers.local.shard.model.layers) == 2  # type: ignore[attr-defined]
+    def with_another_layer(writer: Any) -> None:
+        writer.kv_data[0][f"{architecture}.block_count"].value = 3  # llama.cpp counts them, too
+        writer.add_nextn_predict_layers(1)
+        for module in ("attn_norm", "nextn.eh_proj", "nextn.shared_head_norm", "ffn_gate_exps"):
+            writer.add_tensor(f"blk.2.{module}.weight", torch.zeros(32).numpy())
+
+    write_gguf(build_model(name), name, path := tmp_path / "a.gguf", add_tokenizer=with_another_layer)
+    model = make_llm(str(path), num_blocks=16).engine.runner.workers.local.shard.model
+    assert len(model._backbone.layers if name == "glm4moe" else model.layers) == 2
+
+
+def test_latent_keys_and_values_in_one_weight(tmp_path: Path) -> None:
+    """As in files of before April 2025, whose keys and values were not absorbed."""
+    write_gguf(build_model("deepseek2-v3"), "deepseek2-v3", path := tmp_path / "a.gguf")
+    with open_checkpoint(path) as checkpoint:
+        whole = [checkpoint.read(f"model.layers.{layer}.self_attn.kv_b_proj.weight") for layer in range(2)]
+    halved = open_gguf(path)
+    kept = {
+        name: tensor for name, tensor in halved.tensors.items() if not name.endswith(("_k_b.weight", "_v_b.weight"))
+    }
+
+    def with_whole(writer: Any) -> None:
+        for layer, weight in enumerate(whole):
+            writer.add_tensor(f"blk.{layer}.attn_kv_b.weight", weight.numpy())
+
+    write_metadata(older := tmp_path / "b.gguf", "deepseek2", add=with_whole)
+    joined = halved._replace(tensors=kept | open_gguf(older).tensors)
+    weights = gguf_weights(joined)
+    assert weights["model.layers.1.self_attn.kv_b_proj.weight"].shape == whole[1].shape
+    with open_checkpoint(older) as checkpoint:
+        assert torch.equal(checkpoint.read("model.layers.1.self_attn.kv_b_proj.weight"), whole[1])
 
 
 def test_keys_of_layers_that_read_those_of_others_are_not_read(tmp_path: Path) -> None:
