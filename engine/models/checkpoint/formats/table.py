@@ -45,6 +45,7 @@ _OF_ACTIVATIONS = (
     "input_global_scale",
     "input_zero_point",
     "output_scale",
+    "output_zero_point",
 )
 _ZERO_POINT = "weight_zero_point"  # also of formats without zero points, as zeros
 
@@ -52,7 +53,7 @@ _ZERO_POINT = "weight_zero_point"  # also of formats without zero points, as zer
 _INPUT_FACTORS, _UNREAD_FACTORS = "pre_quant_scale", "smooth_scale"
 
 # Scales of an FP8 KV cache. The cache has the model's dtype here, so keys and values are stored as they are.
-_OF_KV_CACHE = ("k_scale", "v_scale", "q_scale", "kv_scale", "prob_output_scale")
+_OF_KV_CACHE = ("k_scale", "v_scale", "q_scale", "kv_scale", "prob_output_scale", "k_zero_point", "v_zero_point")
 
 
 def group_weights(
@@ -76,6 +77,8 @@ def group_weights(
                 for packed in find(module):
                     entries[packed.name] = _with_factors(module, packed)
                     _drop_unused(module, packed.name.removeprefix(f"{module.name}."))
+        elif quantization.method is not None and "weight" in module.tensors:
+            _drop_scales(module)  # Quark has the outputs' of keys and values that are not quantised
         for name in _OF_KV_CACHE:
             module.tensors.pop(name, None)
         entries.update((module.full_name(name), tensor) for name, tensor in module.tensors.items())
@@ -104,10 +107,14 @@ def _with_factors(module: ModuleTensors, packed: PackedWeight) -> PackedWeight:
 
 
 def _drop_unused(module: ModuleTensors, weight: str) -> None:
-    prefix = "" if weight == "weight" else f"{weight}_"
-    for name in _OF_ACTIVATIONS:
-        module.tensors.pop(prefix + name, None)
+    _drop_scales(module, "" if weight == "weight" else f"{weight}_")
     if weight == "weight" and _ZERO_POINT in module.tensors:
         if any(octet & 0x7F for octet in module.read(module.tensors[_ZERO_POINT])):  # -0.0 is zero, too
             raise module.error(_ZERO_POINT, "is not zero, and the weight's format has no zero points")
         del module.tensors[_ZERO_POINT]
+
+
+def _drop_scales(module: ModuleTensors, prefix: str = "") -> None:
+    """Remove the scales of a layer's inputs and outputs."""
+    for name in _OF_ACTIVATIONS:
+        module.tensors.pop(prefix + name, None)

@@ -16,12 +16,20 @@ from engine.models.config.files.json_file import read_json
 
 __all__ = ["METHODS", "Quantization", "read_quantization", "without_quantization"]
 
-# Names of methods in config files, and what they are here.
+# Names of methods in config files, and what they are here. Programs that serve them have further names, in which "_"
+# and "-" are the same.
 METHODS = {
     "fp8": "fp8",
-    "fbgemm_fp8": "fp8",
+    "fbgemm-fp8": "fp8",
+    "mxfp8": "fp8",
+    "w8a8-fp8": "fp8",
+    "w8a8-int8": "int8",
     "compressed-tensors": "compressed-tensors",
     "modelopt": "modelopt",
+    "modelopt-fp8": "modelopt",
+    "modelopt-fp4": "modelopt",
+    "modelopt-mxfp8": "modelopt",
+    "modelopt-mixed": "modelopt",
     "quark": "quark",
     "mxfp4": "mxfp4",
     "awq": "awq",
@@ -113,13 +121,14 @@ def _checked(fields: object, file: Path, name: str) -> Quantization:
         method = "modelopt"
     elif method is None and {"bits", "group_size"} <= fields.keys():
         method = "mlx"
-    if not isinstance(method, str) or method not in METHODS:
+    known_as = method.lower().replace("_", "-") if isinstance(method, str) else ""
+    if known_as not in METHODS:
         raise ModelLoadError(
             f"'{file.parent}' is quantised ({'unknown' if method is None else method}), which is not supported; "
             f"{_REMEDY}"
         )
-    quantization = Quantization(METHODS[method], fields, file)
-    for key, known in _LAYOUTS.get(METHODS[method], {}).items():
+    quantization = Quantization(METHODS[known_as], fields, file)
+    for key, known in _LAYOUTS.get(METHODS[known_as], {}).items():
         value = fields.get(key)
         if value is not None and (value.lower() if isinstance(value, str) else value) not in known:
             raise quantization.error(f"has {key}={shown(value)}, and only {listed(known)} can be read")

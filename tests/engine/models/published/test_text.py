@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.engine.models.checkpoint.formats.quantised import FILE, Tensors, check_tokens, save_quantised
+from tests.engine.models.checkpoint.formats.quantised import FILE, Quantised, Tensors, check_tokens, save_quantised
 from tests.engine.models.published.text_pairs import TEXT_PAIRS, Pair
 from tests.engine.models.published.weight_formats import FORMS
+from tests.engine.worker.test_tensor_parallel import ThreadRanks
 
 NEVER = re.compile(
     r"norm|router|gate\.weight$|shared_expert_gate|conv|embed|lm_head|weights_proj|mlp\.gate\.|A_log|dt_bias|statics"
@@ -43,18 +44,15 @@ def further_layer(pair: Pair) -> Tensors:
     return layer
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.long) for name in TEXT_PAIRS]
-)
-def test_the_tokens_are_those_of_the_dequantised_model(name: str, tmp_path: Path) -> None:
+def save(name: str, path: Path) -> Quantised:
     pair = TEXT_PAIRS[name]
     encode, config, files = FORMS[pair.form]
     model = pair.build()
-    pair.save(model, tmp_path / "names")
-    stored = load_file(tmp_path / "names" / FILE)
-    quantised = save_quantised(
+    pair.save(model, path / "names")
+    stored = load_file(path / "names" / FILE)
+    return save_quantised(
         model,
-        tmp_path,
+        path,
         encode,
         config,
         extra=pair.extra | further_layer(pair),
@@ -62,5 +60,20 @@ def test_the_tokens_are_those_of_the_dequantised_model(name: str, tmp_path: Path
         files=files,
         save=pair.save,
     )
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.long) for name in TEXT_PAIRS]
+)
+def test_the_tokens_are_those_of_the_dequantised_model(name: str, tmp_path: Path) -> None:
+    quantised = save(name, tmp_path)
     assert len(quantised.values) >= 6
     check_tokens(quantised)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FEW[:2] else pytest.param(name, marks=pytest.mark.long) for name in FEW]
+)
+def test_two_ranks_give_the_same_tokens(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.worker.worker_pool.RemoteRanks", ThreadRanks)
+    check_tokens(save(name, tmp_path), tensor_parallel_size=2)
