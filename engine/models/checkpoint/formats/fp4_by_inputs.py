@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.models.checkpoint.packed_weight import PackedWeight
-from kernels.dequant.fp4 import E2M1
+from kernels.dequant.fp4 import dequantise_fp4
 from kernels.dequant.fp8 import e4m3_numbers
 from kernels.dequant.scales import e8m0_numbers
 
@@ -35,12 +35,12 @@ class Fp4ByInputsWeight(PackedWeight):
     def dequantise(
         self, parts: Mapping[str, torch.Tensor], rows: range, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return rows of one matrix in float32."""
+        """Return rows of one matrix in float32: columns of what the kernel of the other order decodes."""
         group = self.row_multiple
-        octets = parts["weight"][rows.start // 2 : -(-rows.stop // 2)]
-        codes = torch.stack([octets & 15, octets >> 4], dim=1).flatten(0, 1)
-        scales = _numbers(parts["scale"][rows.start // group : -(-rows.stop // group)], self._table(parts))
-        return _numbers(codes, torch.tensor(E2M1)).mul_(scales.repeat_interleave(group, 0)[: len(rows)])
+        octets = parts["weight"][rows.start // 2 : -(-rows.stop // 2)].t().contiguous()
+        scales = parts["scale"][rows.start // group : -(-rows.stop // group)].view(torch.uint8).t().contiguous()
+        turned = torch.empty(len(octets), 2 * octets.shape[1])
+        return dequantise_fp4(octets, scales, group, scale_table=self._table(parts), out=turned).t()
 
     def _table(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return what each byte of the scales means."""
@@ -49,7 +49,3 @@ class Fp4ByInputsWeight(PackedWeight):
             return e8m0_numbers()
         factor = factor.float().flatten()
         return e4m3_numbers() / factor if self.divides else e4m3_numbers() * factor
-
-
-def _numbers(codes: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    return table.index_select(0, codes.view(torch.uint8).flatten().int()).view(codes.shape)
