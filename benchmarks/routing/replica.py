@@ -15,17 +15,23 @@ from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from benchmarks.routing.cache import BlockCache
 from benchmarks.routing.traces import BLOCK_SIZE, Request
 from engine.observability.load import EngineLoad
+from engine.observability.step_costs import StepCosts
 
-__all__ = ["Job", "KVLogEntry", "Settings", "SimulatedReplica"]
+__all__ = ["SHARED_STEPS", "Finished", "Job", "KVLogEntry", "Settings", "SimulatedReplica", "Work"]
 
 MIN_REPORT_S = 0.01
 HEARTBEAT_S = 0.1
 CHUNK_TOKENS = 2_048  # of a prefill, computed in one step
 KEPT_S = 1.0  # reports are kept for readers that missed later ones
+
+
+# A second engine: 20 ms of a step with answers, and 10 ms for each 72,000 tokens in their contexts.
+SHARED_STEPS = StepCosts(base_s=0.020, prefill_token_s=1 / 6_500, sequence_s=0.0, kv_token_s=0.010 / 72_000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +42,8 @@ class Settings:
     cache_tokens: int = 1_500_000  # of each replica
     prefill_rate: float = 6_500.0  # tokens/s
     decode_step_s: float = 0.03
+    steps: StepCosts | None = None  # prompts and answers share steps; None: decodes cost prefills nothing
+    slowness: tuple[tuple[str, float], ...] = ()  # replicas whose steps take longer: name, factor
     dispatch_s: float = 0.005  # from the decision to the replica's queue
     network_s: float = 0.002  # from the replica to the ingresses, of events and reports
     loss: float = 0.0  # probability per event batch and report, for each ingress
@@ -60,6 +68,7 @@ class Job:
     tokens: int = 0  # to compute: an estimate until the prefill starts
     hit_tokens: int = 0
     first_token_at: float = -1.0
+    ended_at: float = -1.0
     retries: int = 0
 
 
@@ -72,6 +81,21 @@ class KVLogEntry:
     removed: tuple[int, ...] = ()
     awaited: tuple[int, ...] = ()
     cleared: bool = False
+
+
+class Work(NamedTuple):
+    """What a replica has begun."""
+
+    ends_at: float
+    started: tuple[Job, ...]  # requests that have left the queue
+
+
+class Finished(NamedTuple):
+    """What the end of a piece of work brought."""
+
+    first_tokens: tuple[Job, ...]  # requests with a first token
+    ended: tuple[Job, ...]  # requests with their last token
+    decode_s: float | None  # until the last tokens of `first_tokens`; None: later work brings them
 
 
 @dataclass(slots=True, eq=False)
@@ -111,12 +135,20 @@ class SimulatedReplica:
             self._insert(KVLogEntry(now, awaited=job.request.hashes[known:]))
         self._changed(now)
 
-    def start(self, now: float) -> float | None:
-        """Start the next prefill, if there is one and none runs; return when it will end."""
+    def begin(self, now: float) -> Work | None:
+        """Begin the next prefill, if there is one and none runs."""
         if self.current is not None or not self.queue:
             return None
         self.report_until(now)
-        job = self.current = self.queue.popleft()
+        job = self.current = self._take(now)
+        self._prefill_ends = now + job.tokens / self.settings.prefill_rate
+        self._log_chunks(job.request.hashes[job.hit_tokens // BLOCK_SIZE :], now)
+        self._changed(now)
+        return Work(self._prefill_ends, (job,))
+
+    def _take(self, now: float) -> Job:
+        """Take the first request of the queue, with blocks for its prompt."""
+        job = self.queue.popleft()
         self._queued_tokens -= job.tokens
         self._awaited.subtract(job.request.hashes)
         matched = self.cache.match(job.request.hashes)
@@ -125,13 +157,10 @@ class SimulatedReplica:
         evicted = self.cache.use(job.request.hashes)
         if evicted:
             self.log.append(KVLogEntry(now, removed=tuple(evicted)))
-        self._prefill_ends = now + job.tokens / self.settings.prefill_rate
-        self._log_chunks(job.request.hashes[matched:], now)
-        self._changed(now)
-        return self._prefill_ends
+        return job
 
-    def end_prefill(self, now: float) -> Job:
-        """Publish the blocks of the current prefill and start to decode its request."""
+    def finish(self, now: float) -> Finished:
+        """End the current prefill; its request decodes from now on."""
         self.report_until(now)
         job, self.current = self.current, None
         assert job is not None
@@ -139,7 +168,7 @@ class SimulatedReplica:
         self.computed_tokens += job.tokens
         self.decoding += 1
         self._changed(now)
-        return job
+        return Finished((job,), (), (job.request.output_tokens - 1) * self.settings.decode_step_s)
 
     def _log_chunks(self, hashes: Sequence[int], now: float) -> None:
         """Log in advance the blocks that each step of a starting prefill will publish at its end."""
@@ -169,7 +198,7 @@ class SimulatedReplica:
     def restart(self, now: float) -> list[Job]:
         """Lose all state; return the requests without a first token."""
         self.report_until(now)
-        lost = [*([self.current] if self.current is not None else []), *self.queue]
+        lost = self._without_first_token()
         self.cache, self.current, self.decoding, self._queued_tokens = BlockCache(self.cache.max_blocks), None, 0, 0
         self.queue.clear()
         self._awaited.clear()
@@ -178,6 +207,9 @@ class SimulatedReplica:
         self.log.append(KVLogEntry(now, cleared=True))
         self._changed(now)
         return lost
+
+    def _without_first_token(self) -> list[Job]:
+        return [*([self.current] if self.current is not None else []), *self.queue]
 
     # --- reports ---------------------------------------------------------------------------------------------------
 

@@ -104,6 +104,13 @@ def _figures(run: Run) -> dict[str, Any]:
 
 def _measure(result: Result) -> dict[str, Any]:
     waits = np.array([job.first_token_at - job.request.at for job in result.jobs])
+    finished = [job for job in result.jobs if job.ended_at >= 0]  # the answers of a lost replica are cut off
+    whole = np.array([job.ended_at - job.request.at for job in finished])
+    per_token = [
+        (job.ended_at - job.first_token_at) / (job.request.output_tokens - 1)
+        for job in finished
+        if job.request.output_tokens > 1
+    ]
     tokens = sum(job.request.input_tokens for job in result.jobs)
     computed = [replica.computed_tokens for replica in result.cluster.all_replicas]
     wrong = [
@@ -116,6 +123,9 @@ def _measure(result: Result) -> dict[str, Any]:
         "ttft_p50": float(np.percentile(waits, 50)),
         "ttft_p90": float(np.percentile(waits, 90)),
         "ttft_p99": float(np.percentile(waits, 99)),
+        "whole_mean": float(whole.mean()),
+        "whole_p90": float(np.percentile(whole, 90)),
+        "token_ms": float(np.mean(per_token)) * 1000 if per_token else 0.0,
         "imbalance": max(computed) / (sum(computed) / len(computed)),
         "mispredicted": sum(wrong) / tokens,
         "retries": sum(job.retries for job in result.jobs),

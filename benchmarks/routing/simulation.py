@@ -11,10 +11,13 @@ import random
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Protocol
 
+from benchmarks.routing.cache import BlockCache
 from benchmarks.routing.replica import Job, Settings, SimulatedReplica
+from benchmarks.routing.shared_steps import SharedStepReplica
 from benchmarks.routing.traces import Request
 
 __all__ = ["Change", "Cluster", "Policy", "simulate"]
@@ -63,7 +66,8 @@ class Cluster:
 
     def add(self, name: str) -> None:
         """Add an empty replica."""
-        self.replicas[name] = replica = SimulatedReplica(name, self.settings)
+        kind = SimulatedReplica if self.settings.steps is None else SharedStepReplica
+        self.replicas[name] = replica = kind(name, self.settings)
         self.all_replicas.append(replica)
         self.forget(name)
 
@@ -140,25 +144,31 @@ class _Simulation:
         self.start(replica, now)
 
     def start(self, replica: SimulatedReplica, now: float) -> None:
-        ends = replica.start(now)
-        if ends is not None:
-            job = replica.current
-            assert job is not None
-            self.cluster.coming_blocks[replica.name].subtract(job.request.hashes)
-            self.at(ends, lambda time: self.end_prefill(replica, job, time))
+        work, cache = replica.begin(now), replica.cache
+        if work is not None:
+            for job in work.started:
+                self.cluster.coming_blocks[replica.name].subtract(job.request.hashes)
+            self.at(work.ends_at, lambda time: self.finish(replica, cache is replica.cache, time))
 
-    def end_prefill(self, replica: SimulatedReplica, job: Job, now: float) -> None:
-        if replica.current is not job:
+    def finish(self, replica: SimulatedReplica, same_life: bool, now: float) -> None:
+        if not same_life:
             return  # it was lost
-        replica.end_prefill(now)
-        decode_s = (job.request.output_tokens - 1) * self.cluster.settings.decode_step_s
-        cache = replica.cache
-        self.at(now + decode_s, lambda time: self.end(replica, job, cache is replica.cache, time))
+        finished, cache = replica.finish(now), replica.cache
+        for job in finished.first_tokens:
+            if finished.decode_s is not None:
+                ends_at = now + finished.decode_s
+                self.at(ends_at, partial(self.end_decode, replica, job, cache))
+        for job in finished.ended:
+            self.end(replica, job, True, now)
         self.start(replica, now)
+
+    def end_decode(self, replica: SimulatedReplica, job: Job, cache: BlockCache, now: float) -> None:
+        self.end(replica, job, cache is replica.cache, now)
 
     def end(self, replica: SimulatedReplica, job: Job, same_life: bool, now: float) -> None:
         if self.cluster.replicas.get(replica.name) is replica and same_life and job not in self.lost:
             replica.end(job, now)
+            job.ended_at = now
             self.cluster.outstanding[replica.name] -= 1
             self.policy.completed(job, now)
             self.start(replica, now)

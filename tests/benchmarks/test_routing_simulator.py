@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from benchmarks.routing.baselines.registry import BASELINES
 from benchmarks.routing.cache import BlockCache, infinite_bound, pooled_bound
 from benchmarks.routing.production import ProductionPolicy
-from benchmarks.routing.replica import Job, Settings, SimulatedReplica
+from benchmarks.routing.replica import SHARED_STEPS, Job, Settings, SimulatedReplica
+from benchmarks.routing.shared_steps import SharedStepReplica
 from benchmarks.routing.simulation import Change, Cluster, Policy, Result, simulate
 from benchmarks.routing.traces import BLOCK_SIZE, Request, bursts, no_sharing
 from deployments.routing.state import RoutingState
+from engine.observability.step_costs import StepCosts
 
 SETTINGS = Settings(num_replicas=4, cache_tokens=100 * BLOCK_SIZE)
 
@@ -42,19 +45,22 @@ def hit_rate(result: Result) -> float:
     return sum(job.hit_tokens for job in result.jobs) / sum(job.request.input_tokens for job in result.jobs)
 
 
+@pytest.mark.parametrize("steps", [None, SHARED_STEPS], ids=["decodes free", "shared steps"])
 @pytest.mark.parametrize("policy", ["ours", *BASELINES])
-def test_every_policy_serves_every_request_and_none_beats_the_bounds(policy: str) -> None:
+def test_every_policy_serves_every_request_and_none_beats_the_bounds(policy: str, steps: StepCosts | None) -> None:
     requests = conversations()
-    result = run(requests, policy)
+    result = run(requests, policy, replace(SETTINGS, steps=steps))
+    assert all(job.ended_at > job.first_token_at for job in result.jobs)
     assert all(job.first_token_at > job.request.at for job in result.jobs)
     tokens = sum(request.input_tokens for request in requests)
     computed = sum(replica.computed_tokens for replica in result.cluster.all_replicas)
     assert computed + sum(job.hit_tokens for job in result.jobs) == tokens
     assert not any(result.cluster.outstanding.values())
-    # An LRU cache in which requests run at once does not bound those in which they hold blocks for a while.
-    pooled = pooled_bound(requests, 4 * SETTINGS.cache_blocks)
-    assert hit_rate(result) <= pooled + 0.02
-    assert pooled <= infinite_bound(requests)
+    # An LRU cache in which requests run at once does not bound those in which they hold blocks for a while. Those that
+    # wait for shared steps hold more blocks than the caches have.
+    pooled, infinite = pooled_bound(requests, 4 * SETTINGS.cache_blocks), infinite_bound(requests)
+    assert hit_rate(result) <= (pooled + 0.02 if steps is None else infinite)
+    assert pooled <= infinite
 
 
 def test_the_same_seed_gives_the_same_result() -> None:
@@ -64,10 +70,12 @@ def test_the_same_seed_gives_the_same_result() -> None:
     assert [job.replica for job in first.jobs] == [job.replica for job in other.jobs]
 
 
+@pytest.mark.parametrize("steps", [None, SHARED_STEPS], ids=["decodes free", "shared steps"])
 @pytest.mark.parametrize("num_ingresses", [1, 4])
-def test_a_restart_leaves_no_ghost_hits(num_ingresses: int) -> None:
-    settings = Settings(num_replicas=4, cache_tokens=100 * BLOCK_SIZE, num_ingresses=num_ingresses)
+def test_a_restart_leaves_no_ghost_hits(num_ingresses: int, steps: StepCosts | None) -> None:
+    settings = replace(SETTINGS, num_ingresses=num_ingresses, steps=steps)
     result = run(conversations(), "ours", settings, changes=[Change(15.0, "restart", "replica-01")])
+    assert all(job.first_token_at > 0 for job in result.jobs)
     after = [job for job in result.jobs if job.request.at > 15.1 and job.replica == "replica-01"]
     assert after
     assert result.ghosts == 0
@@ -111,10 +119,36 @@ def test_a_replica_counts_a_queued_block_once_and_publishes_by_chunks() -> None:
     for number in range(3):
         replica.arrive(Job(number, request, 0), 0.0)
     assert replica.queued_tokens(0.0) == 10 * BLOCK_SIZE + 3
-    ends = replica.start(0.0)
-    assert ends == pytest.approx((10 * BLOCK_SIZE + 1) / SETTINGS.prefill_rate)
+    work = replica.begin(0.0)
+    assert work is not None
+    assert work.ends_at == pytest.approx((10 * BLOCK_SIZE + 1) / SETTINGS.prefill_rate)
     assert [len(entry.stored) for entry in replica.log if entry.stored] == [4, 4, 2]
     assert replica.log[-1].at == pytest.approx(10 * BLOCK_SIZE / SETTINGS.prefill_rate)
+
+
+def test_a_step_computes_prompts_and_answers_together() -> None:
+    """Two prompts fit into the first step; the first answer then delays the rest of the second prompt."""
+    replica = SharedStepReplica("a", replace(SETTINGS, steps=StepCosts(1.0, 0.001, 0.25, 0.0001)))
+    first, second = (
+        Job(number, Request(0.0, length, 3, tuple(range(100 * number, 100 * number + length // BLOCK_SIZE))), 0)
+        for number, length in enumerate([1_000, 2_000])
+    )
+    for job in first, second:
+        replica.arrive(job, 0.0)
+    work = replica.begin(0.0)
+    assert work is not None
+    assert (work.ends_at, work.started) == (pytest.approx(2.048), (first, second))
+    assert replica.begin(1.0) is None
+    assert replica.finish(2.048).first_tokens == (first,)
+    work = replica.begin(2.048)
+    assert work is not None
+    assert work.ends_at - 2.048 == pytest.approx(0.952 + 1.0 + 0.25 + 0.1)
+    assert replica.finish(work.ends_at) == ((second,), (), None)
+    assert (first.first_token_at, second.first_token_at) == (2.048, work.ends_at)
+    work = replica.begin(work.ends_at)
+    assert work is not None
+    assert replica.finish(work.ends_at).ended == (first,)
+    assert replica.load(work.ends_at).num_running == 2  # it is the caller that releases its blocks
 
 
 def test_the_cache_evicts_suffixes_first_and_no_block_in_use() -> None:
