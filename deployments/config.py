@@ -110,11 +110,9 @@ class LimitOptions(_Options):
 
 
 class RouterOptions(_Options):
-    """How PrefixRouter weighs cached prefixes against load; see deployments/routing/cost.py."""
+    """How PrefixRouter weighs first tokens against the rest of answers; see deployments/routing/cost.py."""
 
-    miss_weight: Share = _ROUTING.miss_weight
-    decode_weight: Share = _ROUTING.decode_weight
-    load_bound: float = Field(default=_ROUTING.load_bound, ge=1.0, allow_inf_nan=False)
+    first_token_weight: float = Field(default=_ROUTING.first_token_weight, ge=1.0, allow_inf_nan=False)
 
 
 class AutoscalingOptions(_Options):

@@ -101,7 +101,7 @@ def _hashes(rng: random.Random, number: int) -> list[int]:
 
 def _report(state: RoutingState, names: Sequence[str], rng: random.Random, now: float) -> None:
     for name in names:
-        load = EngineLoad(8, 2, rng.randrange(50_000), 40_000, rng.randrange(40_000), 6_500.0, 0.03, int(now * 30))
+        load = EngineLoad(8, 2, rng.randrange(50_000), 40_000, rng.randrange(40_000), 6_500.0, int(now * 30))
         state.report(name, load, now=now)
 
 

@@ -23,7 +23,7 @@ from engine.sampling_params import SamplingParams
 __all__ = ["ProductionPolicy"]
 
 _DEFAULTS = RoutingOptions()
-_PARAMS = SamplingParams()
+_PARAMS = SamplingParams(max_tokens=None)
 
 
 class _Feed:
@@ -133,6 +133,7 @@ class ProductionPolicy:
         """Report it to the router of the job's ingress."""
         ingress = self._ingresses[job.ingress]
         dispatch, _ = ingress.dispatches.pop(job.number)
+        dispatch.num_tokens = job.request.output_tokens
         ingress.view.ended(dispatch)
 
     def replicas_changed(self, names: Sequence[str]) -> None:

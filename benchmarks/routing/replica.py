@@ -223,9 +223,20 @@ class SimulatedReplica:
         running = self.decoding + (self.current is not None)
         blocks, used = self.settings.cache_blocks, self.cache.num_used
         steps = int(now / self.settings.decode_step_s)
-        rate, step = self.settings.prefill_rate, self.settings.decode_step_s
+        pending = self._without_first_token()
         return EngineLoad(
-            running, len(self.queue), self.queued_tokens(now), blocks, max(0, blocks - used), rate, step, steps
+            running,
+            len(self.queue),
+            self.queued_tokens(now),
+            blocks,
+            max(0, blocks - used),
+            self.settings.prefill_rate,
+            steps,
+            self.decoding,
+            0,
+            len(pending),
+            sum(job.request.input_tokens for job in pending),
+            StepCosts(self.settings.decode_step_s, 1 / self.settings.prefill_rate),
         )
 
     def report_until(self, now: float) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from benchmarks.routing.replica import CHUNK_TOKENS, Finished, Job, KVLogEntry, SimulatedReplica, Work
 from benchmarks.routing.traces import BLOCK_SIZE
 from engine.observability.load import EngineLoad
+from engine.observability.step_costs import StepSpeeds
 
 __all__ = ["SharedStepReplica"]
 
@@ -23,8 +24,7 @@ class SharedStepReplica(SimulatedReplica):
     num_steps: int = 0
     answers: dict[Job, int] = field(default_factory=dict)  # requests that decode -> tokens still to come
     decode_kv_tokens: int = 0  # in the contexts of the answers
-    prefill_rate: float = 6_500.0  # as an engine would measure it
-    decode_step_s: float = 0.03
+    speeds: StepSpeeds = field(default_factory=StepSpeeds)
     is_stepping: bool = False
     _plan: list[tuple[Job, int, int]] = field(default_factory=list)  # a request, and which tokens of its prompt
     _computed: int = 0  # tokens of the current request's prompt
@@ -55,12 +55,9 @@ class SharedStepReplica(SimulatedReplica):
 
     def _seconds(self, prefill_tokens: int) -> float:
         assert self.settings.steps is not None
-        seconds = self.settings.steps.seconds(prefill_tokens, len(self.answers), self.decode_kv_tokens)
-        seconds *= dict(self.settings.slowness).get(self.name, 1.0)
-        if prefill_tokens >= CHUNK_TOKENS // 2:
-            self.prefill_rate += 0.1 * (prefill_tokens / seconds - self.prefill_rate)
-        elif not prefill_tokens:
-            self.decode_step_s += 0.1 * (seconds - self.decode_step_s)
+        step = prefill_tokens, len(self.answers), self.decode_kv_tokens
+        seconds = self.settings.steps.seconds(*step) * dict(self.settings.slowness).get(self.name, 1.0)
+        self.speeds.record(*step, seconds)
         return seconds
 
     def finish(self, now: float) -> Finished:
@@ -113,13 +110,18 @@ class SharedStepReplica(SimulatedReplica):
     def load(self, now: float) -> EngineLoad:
         """Return the load that the engine reports now."""
         blocks, used = self.settings.cache_blocks, self.cache.num_used
+        pending = self._without_first_token()
         return EngineLoad(
             self.decoding + (self.current is not None),
             len(self.queue),
             self.queued_tokens(now),
             blocks,
             max(0, blocks - used),
-            self.prefill_rate,
-            self.decode_step_s,
+            self.speeds.prefill_tokens_per_s,
             self.num_steps,
+            len(self.answers),
+            self.decode_kv_tokens,
+            len(pending),
+            sum(job.request.input_tokens for job in pending),
+            self.speeds.costs,
         )

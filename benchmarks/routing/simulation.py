@@ -140,6 +140,7 @@ class _Simulation:
             self.fail(job, now)
             return
         self.cluster.coming_tokens[name] = max(0, self.cluster.coming_tokens[name] - tokens)
+        self.cluster.generation_blocks[name].update(job.request.hashes)  # the replica may have restarted meanwhile
         replica.arrive(job, now)
         self.start(replica, now)
 

@@ -107,9 +107,10 @@ class ClusterView:
         with self._lock:
             if not self._table.by_name.keys() >= set(candidates):  # one may be unlisted already
                 self.routing.add_unknown(candidates)
-            self._table.expire_reports(self._clock())
+            self._table.sample(self._clock())
             prompt = PromptBlocks(dispatch.request.num_tokens, hashes, block_size)
-            decision = self._policy.choose(candidates, prompt, self.routing.num_cached_blocks(prompt), dispatch.avoid)
+            num_cached_blocks, max_tokens = self.routing.num_cached_blocks(prompt), dispatch.request.params.max_tokens
+            decision = self._policy.choose(candidates, prompt, num_cached_blocks, dispatch.avoid, max_tokens)
         for metric, num_blocks in (
             (ROUTING_PREDICTED_HIT_TOKENS, decision.num_cached_blocks),
             (ROUTING_BEST_HIT_TOKENS, decision.max_cached_blocks),
@@ -136,6 +137,7 @@ class ClusterView:
                 num_cached_tokens = decision.num_cached_blocks * block_size
                 dispatch.num_uncached_tokens = max(1, dispatch.request.num_tokens - num_cached_tokens)
                 self._table.sent(dispatch)
+                self._table.cluster.sent(num_cached_tokens, dispatch.num_uncached_tokens)
                 self.routing.assume(dispatch.replica, dispatch.block_hashes, now)
 
     def ended(self, dispatch: Dispatch) -> None:
@@ -143,6 +145,8 @@ class ClusterView:
         with self._lock:
             if dispatch.replica in self._table.by_name:
                 self._table.ended(dispatch)
+            if dispatch.num_tokens:
+                self._table.cluster.answered(dispatch.num_tokens)
             if dispatch.replica in self._observed and dispatch.replica not in self._listed:
                 self._update_observed()
 

@@ -1,17 +1,21 @@
-"""The cost of a prompt on a replica, in seconds:
+"""The cost of a prompt on a replica, in seconds before first tokens, of this request and of those that it delays:
 
-    cost    = queue_s + (1 + w) * uncached / P
-    queue_s = queued_prefill / P + beta * decode_pressure
+    cost    = queue + (1 + price) * prefill + decode / F
 
-    P                the replica's prefill rate in tokens per second
-    uncached         prompt tokens that the replica has to compute, at least one
-    w                RoutingOptions.miss_weight: a computed token also delays the requests queued after it
-    queued_prefill   prompt tokens queued on the replica
-    decode_pressure  how crowded its batch and its KV pool are (ReplicaLoad.decode_pressure), in seconds
-    beta             RoutingOptions.decode_weight
+    queue   = queued tokens / P          prompt tokens that the replica computes before; P is its measured prefill rate
+    prefill = uncached tokens / P        those of this prompt, at least one
+    price                                what a second of prefill costs the cluster's other requests (cluster_load.py)
+    decode  = L / (1 - b) * (base + (2n + 1) * sequence + kv * (K + (n + 1) * tokens))
+                                         the steps of this answer, and what it adds to those of the answers beside it
+    F       = RoutingOptions.first_token_weight
 
-After Preble (Srivatsa et al., 2024) and LMetric (OSDI'26). Arithmetic only: what is queued and cached comes from the
-caller.
+L is the expected length of the answer, n the number of answers on the replica and K the tokens in their contexts, b the
+share of the time in which replicas compute prompts. ``base``, ``sequence`` and ``kv`` are the replica's StepCosts:
+everyone's step takes ``base + (n + 1) * sequence + kv * (K + tokens)`` seconds with this answer, and without it the
+steps of the n others take ``sequence + kv * tokens`` less.
+
+Preble (Srivatsa et al., 2024) adds the queue to the prefill in seconds; the price and the part of the others are ours.
+Arithmetic only: what is queued and cached comes from the caller.
 """
 
 from __future__ import annotations
@@ -19,7 +23,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-__all__ = ["PromptBlocks", "ReplicaCost", "prompt_costs"]
+from engine.observability.step_costs import StepCosts
+
+__all__ = ["Prices", "PromptBlocks", "PromptCost", "ReplicaCost", "prompt_cost", "prompt_costs"]
 
 
 class PromptBlocks(NamedTuple):
@@ -30,21 +36,50 @@ class PromptBlocks(NamedTuple):
     block_size: int  # tokens per block
 
 
-class ReplicaCost:
-    """The two numbers of a replica that the cost of any prompt needs, updated when the replica's load changes."""
+class Prices(NamedTuple):
+    """What is the same on all replicas."""
 
-    __slots__ = ("queue_s", "seconds_per_token")
+    prefill: float = 0.0  # price
+    decode: float = 0.0  # L / (1 - b) / F
+
+
+class PromptCost(NamedTuple):
+    """The parts of a cost, in seconds."""
+
+    queue_s: float
+    prefill_s: float
+    others_s: float  # price * prefill
+    decode_s: float  # decode / F
+
+
+class ReplicaCost:
+    """The numbers of a replica that the cost of any prompt needs, updated when the replica's load changes."""
+
+    __slots__ = ("kv_token_s", "queue_s", "seconds_per_token", "step_s")
 
     def __init__(self) -> None:
         self.seconds_per_token = 1.0  # 1 / P
         self.queue_s = 0.0
+        self.step_s = 0.0  # base + (2n + 1) * sequence + kv * K
+        self.kv_token_s = 0.0  # (n + 1) * kv
 
     def update(
-        self, *, queued_tokens: int, seconds_per_token: float, decode_pressure: float, decode_weight: float
+        self,
+        *,
+        queued_tokens: int,
+        seconds_per_token: float,
+        num_answers: int = 0,
+        num_context_tokens: int = 0,
+        costs: StepCosts | None = None,
     ) -> None:
-        """Compute the cost of an empty prompt."""
+        """Take in the load of the replica; ``costs`` is None while nothing is known of its steps."""
         self.seconds_per_token = seconds_per_token
-        self.queue_s = queued_tokens * seconds_per_token + decode_weight * decode_pressure
+        self.queue_s = queued_tokens * seconds_per_token
+        self.step_s = self.kv_token_s = 0.0
+        if costs is not None:
+            self.step_s = costs.base_s + (2 * num_answers + 1) * costs.sequence_s
+            self.step_s += costs.kv_token_s * num_context_tokens
+            self.kv_token_s = (num_answers + 1) * costs.kv_token_s
 
 
 def prompt_costs(
@@ -52,7 +87,7 @@ def prompt_costs(
     replicas: Mapping[str, ReplicaCost],
     prompt: PromptBlocks,
     num_cached_blocks: Mapping[str, int],
-    miss_weight: float,
+    prices: Prices,
 ) -> dict[str, float]:
     """Return the cost of ``prompt`` on each candidate.
 
@@ -61,12 +96,10 @@ def prompt_costs(
         replicas: at least the candidates.
         prompt: the prompt.
         num_cached_blocks: how many leading blocks of the prompt each replica has cached; absent means none.
-        miss_weight: w.
+        prices: what is the same on all replicas.
     """
-    weight = 1 + miss_weight
+    weight, steps, kv_steps = 1 + prices.prefill, prices.decode, prices.decode * prompt.num_tokens
     all_tokens = weight * max(1, prompt.num_tokens)
-    if not num_cached_blocks:
-        return {name: replicas[name].queue_s + replicas[name].seconds_per_token * all_tokens for name in candidates}
     # The last token is computed even if its block is cached: its logits are needed.
     max_saved, saved_per_block = weight * max(0, prompt.num_tokens - 1), weight * prompt.block_size
     costs, blocks_of = {}, num_cached_blocks.get
@@ -74,5 +107,14 @@ def prompt_costs(
         replica = replicas[name]
         saved = blocks_of(name, 0) * saved_per_block
         tokens = all_tokens - (saved if saved < max_saved else max_saved)
-        costs[name] = replica.queue_s + replica.seconds_per_token * tokens
+        prefill_s = replica.queue_s + replica.seconds_per_token * tokens
+        costs[name] = prefill_s + steps * replica.step_s + kv_steps * replica.kv_token_s
     return costs
+
+
+def prompt_cost(replica: ReplicaCost, prompt: PromptBlocks, num_cached_blocks: int, prices: Prices) -> PromptCost:
+    """Return the parts of the cost of ``prompt`` on one replica."""
+    uncached = max(1, prompt.num_tokens - num_cached_blocks * prompt.block_size)
+    prefill_s = replica.seconds_per_token * uncached
+    decode_s = prices.decode * (replica.step_s + replica.kv_token_s * prompt.num_tokens)
+    return PromptCost(replica.queue_s, prefill_s, prices.prefill * prefill_s, decode_s)

@@ -9,11 +9,11 @@ __all__ = ["RoutingOptions"]
 
 @dataclass(frozen=True, slots=True)
 class RoutingOptions:
-    """Parameters of the cost and of the router's assumptions; the defaults were tuned by benchmarks/routing."""
+    """What the router assumes; all else of its cost is measured."""
 
-    miss_weight: float = 1.5  # w: the delay that a computed token causes to others, relative to its own cost
-    decode_weight: float = 0.3  # beta: the weight of ReplicaLoad.decode_pressure
-    load_bound: float = 1.02  # replicas that cost at most this many times the minimum are tied
+    # Seconds after a first token that one second before it outweighs. Usual objectives allow a whole answer about so
+    # many times as long as its first token.
+    first_token_weight: float = 30.0
     assume_s: float = 30.0  # a dispatched prompt counts as cached for this long, until an event confirms it
     stale_after_s: float = 2.0  # a load report expires after this
     transit_s: float = 0.02  # a report does not include requests dispatched less than this before it arrived

@@ -2,7 +2,7 @@
 
 1. Each candidate has a cost in seconds (cost.py). The cheapest is first.
 2. Replicas whose load reports have expired come after the others, and replicas to avoid come last.
-3. The replicas that hold as much of the prompt as the first and cost at most ``load_bound`` times as much are tied.
+3. The replicas that hold as much of the prompt as the first and cost hardly more (``_TIED``) are tied.
    Rendezvous hashing on the block after the longest cached prefix picks one of them: every ingress picks the same one
    without communicating, so a burst of one new prompt lands on one replica. After consistent hashing with bounded
    loads (Mirrokni et al., 2018).
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from deployments.routing.cost import PromptBlocks, prompt_costs
+from deployments.routing.cost import PromptBlocks, PromptCost, prompt_cost, prompt_costs
 from deployments.routing.replica_table import ReplicaTable
 
 __all__ = ["Decision", "RoutingPolicy"]
@@ -26,6 +26,8 @@ _GOLDEN_RATIO_64 = (
     0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads values that differ in few bits (Fibonacci hashing)
 )
 _MASK_64 = 2**64 - 1
+_FREE = PromptCost(0.0, 0.0, 0.0, 0.0)
+_TIED = 1.002  # times the lowest cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,8 @@ class Decision:
     outcome: str  # hit | cold | balanced | fallback | retry
     num_cached_blocks: int  # leading blocks of the prompt that order[0] is predicted to have cached
     max_cached_blocks: int  # the most that any replica is predicted to have cached
+    cost: PromptCost = _FREE  # of order[0]
+    next_cost_s: float | None = None  # the whole cost of order[1]; None: there is no other
 
 
 class RoutingPolicy:
@@ -51,6 +55,7 @@ class RoutingPolicy:
         prompt: PromptBlocks,
         num_cached_blocks: Mapping[str, int],
         avoid: Collection[str],
+        max_tokens: int | None = None,
     ) -> Decision:
         """Rank ``candidates``, at least one and all in the table.
 
@@ -59,10 +64,10 @@ class RoutingPolicy:
             prompt: the prompt to send.
             num_cached_blocks: how many leading blocks of the prompt each replica has cached; absent means none.
             avoid: replicas that have just failed this request.
+            max_tokens: the most that the answer may have; None sets no limit.
         """
-        costs = prompt_costs(
-            candidates, self._table.by_name, prompt, num_cached_blocks, self._table.options.miss_weight
-        )
+        prices = self._table.cluster.prices(max_tokens, self._table.options.first_token_weight)
+        costs = prompt_costs(candidates, self._table.by_name, prompt, num_cached_blocks, prices)
         tiers = self._tiers(candidates, avoid)
         order = self._cheapest_first(candidates, costs, tiers)
         best = max(num_cached_blocks.values(), default=0)
@@ -71,8 +76,15 @@ class RoutingPolicy:
             preferred = self._by_rendezvous_hash(self._tied(order, costs, num_cached_blocks, tiers), first_uncached)
             order.remove(preferred)
             order.insert(0, preferred)
-        predicted = num_cached_blocks.get(order[0], 0)
-        return Decision(order, _outcome(bool(hashes), bool(avoid), predicted, best), predicted, best)
+        first, predicted = order[0], num_cached_blocks.get(order[0], 0)
+        return Decision(
+            order,
+            _outcome(bool(hashes), bool(avoid), predicted, best),
+            predicted,
+            best,
+            prompt_cost(self._table.by_name[first], prompt, predicted, prices),
+            costs[order[1]] if len(order) > 1 else None,
+        )
 
     def _tiers(self, candidates: Sequence[str], avoid: Collection[str]) -> dict[str, int]:
         """Return 0 for usual candidates, 1 for those that rank last, 2 for those to avoid; empty if all are usual."""
@@ -99,7 +111,7 @@ class RoutingPolicy:
     ) -> list[str]:
         """Return the candidates that are about as cheap as the first one and hold as much of the prompt."""
         first = order[0]
-        limit = costs[first] * self._table.options.load_bound
+        limit = costs[first] * _TIED
         num_cached, tier = num_cached_blocks.get(first), tiers.get(first)
         if len(order) > 1 and costs[order[1]] > limit:
             return [first]

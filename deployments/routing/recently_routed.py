@@ -21,7 +21,7 @@ LENGTH = 50
 
 @dataclass(frozen=True, slots=True)
 class RoutedRequest:
-    """One routed request; counts are in tokens. It pickles."""
+    """One routed request; counts are in tokens, seconds as in cost.py. It pickles."""
 
     time: float  # Unix seconds
     replica: str
@@ -29,6 +29,11 @@ class RoutedRequest:
     prompt_tokens: int
     predicted_tokens: int  # predicted to be cached on the replica
     best_tokens: int  # the most predicted to be cached on any replica
+    queue_s: float  # until the replica begins with it
+    prefill_s: float  # of what is not cached
+    others_s: float  # what that prefill costs other requests
+    decode_s: float  # the answer's steps, as seconds before a first token
+    next_s: float | None  # the sum of these on the next best replica; None: there is none
 
 
 class RecentlyRouted:
@@ -59,6 +64,11 @@ class RecentlyRouted:
             dispatch.request.num_tokens,
             decision.num_cached_blocks * block_size,
             decision.max_cached_blocks * block_size,
+            queue_s=round(decision.cost.queue_s, 4),
+            prefill_s=round(decision.cost.prefill_s, 4),
+            others_s=round(decision.cost.others_s, 4),
+            decode_s=round(decision.cost.decode_s, 4),
+            next_s=None if decision.next_cost_s is None else round(decision.next_cost_s, 4),
         )
         dispatch.routed = routed
         self._routed.append(routed)

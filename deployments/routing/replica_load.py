@@ -13,8 +13,11 @@ from math import inf
 
 from deployments.transport.request_channel.dispatch import Dispatch
 from engine.observability.load import EngineLoad
+from engine.observability.step_costs import StepCosts
 
 __all__ = ["ReplicaLoad"]
+
+_UNKNOWN = StepCosts()
 
 
 class ReplicaLoad:
@@ -22,9 +25,11 @@ class ReplicaLoad:
 
     __slots__ = (
         "_in_flight",
+        "_in_flight_context",
         "_in_flight_tokens",
         "_last_step_at",
         "_unreported",
+        "_unreported_context",
         "_unreported_tokens",
         "report",
     )
@@ -33,9 +38,9 @@ class ReplicaLoad:
         self.report: EngineLoad | None = None
         self._last_step_at = -inf  # when num_steps of the reports last changed
         self._in_flight: set[Dispatch] = set()
-        self._in_flight_tokens = 0
+        self._in_flight_tokens = self._in_flight_context = 0
         self._unreported: deque[Dispatch] = deque()
-        self._unreported_tokens = 0
+        self._unreported_tokens = self._unreported_context = 0
 
     @property
     def has_dispatches(self) -> bool:
@@ -48,6 +53,8 @@ class ReplicaLoad:
         self._unreported.append(dispatch)
         self._in_flight_tokens += dispatch.num_uncached_tokens
         self._unreported_tokens += dispatch.num_uncached_tokens
+        self._in_flight_context += dispatch.request.num_tokens
+        self._unreported_context += dispatch.request.num_tokens
 
     def ended(self, dispatch: Dispatch) -> None:
         """Remove a request; one that is not in flight here was removed before."""
@@ -55,9 +62,10 @@ class ReplicaLoad:
             return
         self._in_flight.remove(dispatch)
         self._in_flight_tokens -= dispatch.num_uncached_tokens
+        self._in_flight_context -= dispatch.request.num_tokens
         if dispatch in self._unreported:
             self._unreported.remove(dispatch)
-            self._unreported_tokens -= dispatch.num_uncached_tokens
+            self._count_reported(dispatch)
 
     def reported(self, report: EngineLoad, *, now: float, transit_s: float) -> None:
         """Apply a report that arrives now and does not include the dispatches of the last ``transit_s`` seconds."""
@@ -65,7 +73,11 @@ class ReplicaLoad:
             self._last_step_at = now
         self.report = report
         while self._unreported and self._unreported[0].sent_at <= now - transit_s:
-            self._unreported_tokens -= self._unreported.popleft().num_uncached_tokens
+            self._count_reported(self._unreported.popleft())
+
+    def _count_reported(self, dispatch: Dispatch) -> None:
+        self._unreported_tokens -= dispatch.num_uncached_tokens
+        self._unreported_context -= dispatch.request.num_tokens
 
     def has_stepped_since(self, time: float) -> bool:
         """Return whether the engine was seen to finish a step at or after ``time``."""
@@ -88,14 +100,22 @@ class ReplicaLoad:
         """Measured prefill tokens per second; 0 while unknown."""
         return self.report.prefill_tokens_per_s if self.report is not None else 0.0
 
-    def decode_pressure(self, *, fresh: bool) -> float:
-        """Return how crowded the batch and the KV pool are, in seconds; 0 while unknown.
+    @property
+    def step_costs(self) -> StepCosts | None:
+        """The measured costs of steps; None while unknown."""
+        if self.report is None or self.report.step_costs == _UNKNOWN:
+            return None
+        return self.report.step_costs
 
-        The sum of two terms: one decode step for each request in the batch or on its way there, because every request
-        makes the steps of all others longer; and the used share of the KV pool, because a full pool causes preemptions.
-        """
-        report = self.report
-        if not fresh or report is None or not report.num_blocks:
-            return 0.0
-        requests = report.num_running + report.num_waiting + len(self._unreported)
-        return requests * report.decode_step_s + 1 - report.num_free_blocks / report.num_blocks
+    def pending(self, *, fresh: bool) -> tuple[int, int]:
+        """Return the number of answers whose prompts are not computed, and the tokens in their contexts."""
+        if fresh and self.report is not None:
+            report = self.report
+            return report.num_pending + len(self._unreported), report.num_pending_tokens + self._unreported_context
+        return len(self._in_flight), self._in_flight_context
+
+    def decoding(self, *, fresh: bool) -> tuple[int, int]:
+        """Return the number of answers that every step continues, and the tokens in their contexts; 0 while unknown."""
+        if fresh and self.report is not None:
+            return self.report.num_decoding, self.report.num_decoding_tokens
+        return 0, 0

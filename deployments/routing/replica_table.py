@@ -1,4 +1,4 @@
-"""ReplicaTable: the load of every replica of a deployment, with the cost that follows from it.
+"""ReplicaTable: the load of every replica of a deployment, with the costs and prices that follow from it.
 
 Reports and dispatches update it; decisions only read it. It knows neither prompts nor caches, and takes no lock: the
 caller holds that of RoutingState.
@@ -10,27 +10,32 @@ from math import inf
 
 import xxhash
 
+from deployments.routing.cluster_load import ClusterLoad
 from deployments.routing.cost import ReplicaCost
 from deployments.routing.options import RoutingOptions
 from deployments.routing.replica_load import ReplicaLoad
 from deployments.transport.request_channel.dispatch import Dispatch
 from engine.observability.load import EngineLoad
+from engine.observability.step_costs import StepCosts
 
 __all__ = ["Replica", "ReplicaTable"]
 
-_SIMILAR_RATE = 3.0  # prefill rates within this factor of the mean count as equal to it
-_RATES_INTERVAL_S = 0.1  # between two updates of the mean prefill rate
+# Speeds within this factor of the mean count as equal to it. Without this, measurement noise among equal machines would
+# send all new prompts to one idle replica.
+_SIMILAR = 1.3
+_SPEEDS_INTERVAL_S = 0.1  # between two updates of the mean speeds
 
 
 class Replica(ReplicaCost):
     """One replica: its load, its cost and whether its reports are up to date."""
 
-    __slots__ = ("fresh_until", "has_events", "is_fresh", "load", "ranks_last", "seed")
+    __slots__ = ("decoding", "fresh_until", "has_events", "is_fresh", "load", "pending", "ranks_last", "seed")
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self.seed = xxhash.xxh64_intdigest(name.encode())  # for rendezvous hashing
         self.load = ReplicaLoad()
+        self.pending = self.decoding = 0  # answers, as its cost counts them
         self.has_events = False  # KV events confirm what it holds; without them the index is a guess
         self.fresh_until = -inf  # its last report expires then
         self.is_fresh = False  # its last report has not expired
@@ -38,15 +43,22 @@ class Replica(ReplicaCost):
 
 
 class ReplicaTable:
-    """The replicas by name."""
+    """The replicas by name.
+
+    Attributes:
+        cluster: how busy they are on average.
+    """
 
     def __init__(self, options: RoutingOptions) -> None:
         self.options = options
         self.by_name: dict[str, Replica] = {}
         self.any_ranks_last = False
+        self.cluster = ClusterLoad()
+        self._pending = self._decoding = self._busy = 0  # sums over the replicas; busy: those with anything pending
         self._fresh_until = inf  # no report expires before then
         self._mean_rate = 1.0  # prefill tokens/s; for replicas that have not measured theirs
-        self._next_rates_update = -inf
+        self._mean_costs: StepCosts | None = None  # likewise
+        self._next_speeds_update = -inf
 
     def add(self, name: str) -> None:
         """Add a replica that has not reported yet."""
@@ -56,7 +68,7 @@ class ReplicaTable:
 
     def remove(self, name: str) -> None:
         """Remove a replica."""
-        del self.by_name[name]
+        self._count(self.by_name.pop(name), 0, 0)
         self._fresh_until = -inf
 
     def report(self, name: str, load: EngineLoad, now: float) -> None:
@@ -64,9 +76,9 @@ class ReplicaTable:
         replica = self.by_name[name]
         replica.load.reported(load, now=now, transit_s=self.options.transit_s)
         replica.fresh_until = now + self.options.stale_after_s
-        if now >= self._next_rates_update:
-            self._next_rates_update = now + _RATES_INTERVAL_S
-            self._update_rates()
+        if now >= self._next_speeds_update:
+            self._next_speeds_update = now + _SPEEDS_INTERVAL_S
+            self._update_speeds()
         if replica.is_fresh:
             self._update_cost(replica)
         else:
@@ -84,10 +96,12 @@ class ReplicaTable:
         replica.load.ended(dispatch)
         self._update_cost(replica)
 
-    def expire_reports(self, now: float) -> None:
-        """Recompute which replicas rank last, if a report may have expired since the last call."""
+    def sample(self, now: float) -> None:
+        """Bring the table up to date for a decision: expired reports, and the means over time."""
         if now > self._fresh_until:
             self._update_freshness(now)
+        number = len(self.by_name)
+        self.cluster.sample(self._pending / number, self._decoding / number, self._busy / number, now)
 
     def total_queued(self, now: float) -> tuple[int, int]:
         """Return (waiting requests, queued prefill tokens) of all replicas, unreported dispatches included."""
@@ -120,19 +134,54 @@ class ReplicaTable:
         self.any_ranks_last = any(replica.ranks_last for replica in replicas)
         self._fresh_until = min((replica.fresh_until for replica in replicas if replica.is_fresh), default=inf)
 
-    def _update_rates(self) -> None:
-        rates = [rate for replica in self.by_name.values() if (rate := replica.load.prefill_rate) > 0]
+    def _update_speeds(self) -> None:
+        loads = [replica.load for replica in self.by_name.values()]
+        rates = [rate for load in loads if (rate := load.prefill_rate) > 0]
         self._mean_rate = sum(rates) / len(rates) if rates else 1.0
+        costs = [measured for load in loads if (measured := load.step_costs) is not None]
+        self._mean_costs = _mean(costs) if costs else None
         for replica in self.by_name.values():
             self._update_cost(replica)
 
     def _update_cost(self, replica: Replica) -> None:
-        rate, mean = replica.load.prefill_rate, self._mean_rate
-        # Without this, measurement noise among equal machines would send all new prompts to one idle replica.
-        is_similar = not rate or mean / _SIMILAR_RATE <= rate <= mean * _SIMILAR_RATE
+        load, fresh = replica.load, replica.is_fresh
+        num_pending, pending_tokens = load.pending(fresh=fresh)
+        num_decoding, decoding_tokens = load.decoding(fresh=fresh)
+        self._count(replica, num_pending, num_decoding)
+        rate, mean = load.prefill_rate, self._mean_rate
         replica.update(
-            queued_tokens=replica.load.queued_tokens(fresh=replica.is_fresh),
-            seconds_per_token=1 / (mean if is_similar else rate),
-            decode_pressure=replica.load.decode_pressure(fresh=replica.is_fresh),
-            decode_weight=self.options.decode_weight,
+            queued_tokens=load.queued_tokens(fresh=fresh),
+            seconds_per_token=1 / (mean if not rate or _are_similar(rate, mean) else rate),
+            num_answers=num_pending + num_decoding,
+            num_context_tokens=pending_tokens + decoding_tokens,
+            costs=self._costs(replica) if fresh else None,
         )
+
+    def _costs(self, replica: Replica) -> StepCosts | None:
+        """Return the costs of a replica's steps, or the mean if they are similar to it."""
+        measured, mean = replica.load.step_costs, self._mean_costs
+        if measured is None or mean is None:
+            return mean
+        # Coefficients that a fit hardly tells apart may differ while the steps do not.
+        step = 0, *replica.load.decoding(fresh=True)
+        return mean if not step[1] or _are_similar(measured.seconds(*step), mean.seconds(*step)) else measured
+
+    def _count(self, replica: Replica, num_pending: int, num_decoding: int) -> None:
+        self._pending += num_pending - replica.pending
+        self._decoding += num_decoding - replica.decoding
+        self._busy += (num_pending > 0) - (replica.pending > 0)
+        replica.pending, replica.decoding = num_pending, num_decoding
+
+
+def _are_similar(measured: float, mean: float) -> bool:
+    return mean / _SIMILAR <= measured <= mean * _SIMILAR
+
+
+def _mean(costs: list[StepCosts]) -> StepCosts:
+    number = len(costs)
+    return StepCosts(
+        sum(cost.base_s for cost in costs) / number,
+        sum(cost.prefill_token_s for cost in costs) / number,
+        sum(cost.sequence_s for cost in costs) / number,
+        sum(cost.kv_token_s for cost in costs) / number,
+    )

@@ -7,6 +7,8 @@ from typing import Annotated, TypeAlias
 
 from msgspec import Meta, Struct
 
+from engine.observability.step_costs import StepCosts
+
 __all__ = ["EngineLoad", "EngineStats"]
 
 
@@ -23,8 +25,12 @@ class EngineLoad(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
     num_blocks: _Count  # of the KV pool
     num_free_blocks: _Count  # including those that hold a cached prefix
     prefill_tokens_per_s: _Measure  # measured; 0 before the first prefill
-    decode_step_s: _Measure  # measured time of a step that only decodes; 0 before the first one
     num_steps: _Count  # since the engine started; if a busy engine does not increase it, the engine is stuck
+    num_decoding: _Count = 0  # answers that every step continues
+    num_decoding_tokens: _Count = 0  # in their contexts
+    num_pending: _Count = 0  # answers whose prompts are not computed yet
+    num_pending_tokens: _Count = 0  # in their contexts
+    step_costs: StepCosts = StepCosts()  # measured
 
 
 @dataclass(frozen=True, slots=True)

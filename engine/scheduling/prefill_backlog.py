@@ -37,12 +37,18 @@ class _SequenceBacklog:
 
 
 class PrefillBacklog:
-    """Follows the requests of one engine from their arrival to their first token, and through every recomputation."""
+    """Follows the requests of one engine from their arrival to their first token, and through every recomputation.
+
+    Attributes:
+        num_sequences: sequences that are followed.
+        num_context_tokens: known tokens of theirs, cached and computed ones included.
+    """
 
     def __init__(self, block_manager: BlockManager) -> None:
         self._blocks = block_manager
         self._awaited: Counter[int] = Counter()  # hash of a block to compute -> sequences that contain it
         self._num_tail_tokens = 0
+        self.num_sequences = self.num_context_tokens = 0
         self._backlogs: dict[SequenceGroup, dict[Sequence, _SequenceBacklog]] = {}
         self._started: dict[SequenceGroup, None] = {}  # the running groups among them; an ordered set
 
@@ -116,6 +122,8 @@ class PrefillBacklog:
             self._awaited.update(sequence.block_hashes[first:last])
         tail = end - max(sequence.num_computed_tokens, last * size)
         self._num_tail_tokens += tail
+        self.num_sequences += 1
+        self.num_context_tokens += end
         return _SequenceBacklog(sequence.block_hashes, first, last, end, tail)
 
     def _subtract_computed(self, backlog: _SequenceBacklog, num_computed: int) -> None:
@@ -139,6 +147,8 @@ class PrefillBacklog:
             elif count:
                 del awaited[block_hash]
         self._num_tail_tokens -= backlog.tail
+        self.num_sequences -= 1
+        self.num_context_tokens -= backlog.end
 
 
 def _is_done(sequence: Sequence, backlog: _SequenceBacklog) -> bool:

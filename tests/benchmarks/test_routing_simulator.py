@@ -87,13 +87,17 @@ def test_ghost_hits_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_burst_through_many_ingresses_goes_to_one_replica_if_queues_are_announced() -> None:
-    """They arrive within 20 ms; only those before the first announcement are routed without it."""
+    """They arrive within 20 ms; only those before the first announcement are routed without it.
+
+    An ingress that has sent one of them counts it twice, until it must be in the replica's reports: it may send the next
+    one to a second replica, where all others then find the prompt, too.
+    """
     burst = [Request(0.001 * number, 20 * BLOCK_SIZE + 9, 50, tuple(range(20))) for number in range(20)]
     used = {}
     for announce in (False, True):
         settings = Settings(num_replicas=4, num_ingresses=16, announce=announce)
         used[announce] = {job.replica for job in run(burst, "ours", settings).jobs}
-    assert len(used[True]) == 1 < len(used[False])
+    assert len(used[True]) <= 2 < len(used[False])
 
 
 def test_a_killed_replica_gets_no_more_requests_and_none_is_lost() -> None:

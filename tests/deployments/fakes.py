@@ -136,7 +136,6 @@ IDLE = EngineLoad(
     num_blocks=100,
     num_free_blocks=100,
     prefill_tokens_per_s=1000.0,
-    decode_step_s=0.01,
     num_steps=1,
 )
 
@@ -150,7 +149,6 @@ def waiting(requests: int, tokens: int) -> EngineLoad:
         num_blocks=9,
         num_free_blocks=1,
         prefill_tokens_per_s=1000.0,
-        decode_step_s=0.01,
         num_steps=1,
     )
 

@@ -112,4 +112,4 @@ def batch(number: int, events: tuple[KVEvent, ...], run_id: int = 1) -> KVEventB
 
 
 def load(num_steps: int = 0) -> EngineLoad:
-    return EngineLoad(1, 2, 300, 64, 32, 6500.0, 0.03, num_steps)
+    return EngineLoad(1, 2, 300, 64, 32, 6500.0, num_steps)

@@ -46,7 +46,7 @@ def _write(tmp_path: Path, document: Any) -> Path:
         ({"model": "m", "engine": {"max_num_seqs": 0}}, "max_num_seqs=0"),
         ({"model": "m", "engine": {"skip_tokenizer_init": True}}, "skip_tokenizer_init"),
         ({"model": "m", "engine": {"speculative_config": {"method": "eagle", "num_speculative_tokens": 4}}}, "'eagle'"),
-        ({"model": "m", "router": {"load_bound": 0.5}}, "args.router.load_bound=0.5"),
+        ({"model": "m", "router": {"first_token_weight": 0.5}}, "args.router.first_token_weight=0.5"),
         ({"model": "m", "autoscaling": {"max_replicas": 2, "min_replicas": 2}}, "num_engine_replicas=1 must lie"),
     ],
 )

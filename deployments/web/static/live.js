@@ -3,7 +3,7 @@
 import { liveState } from "./api.js";
 import { LineChart } from "./chart.js";
 import { byId, make, setText } from "./dom.js";
-import { count, finePercent, percent, rate, timeOfDay } from "./format.js";
+import { count, duration, finePercent, percent, rate, timeOfDay } from "./format.js";
 import { HeatMap, unpack } from "./heatmap.js";
 import { History } from "./history.js";
 import { badge, colourOf } from "./replicas.js";
@@ -169,5 +169,15 @@ function row(route) {
     make("td", {}, make("div", { className: "share" }, meter,
       make("span", { className: "number" }, count(route.predicted_tokens)),
       make("span", { className: "of", "aria-hidden": "true" }, ` of ${count(route.prompt_tokens)}`))),
-    make("td", { className: "number best" }, count(route.best_tokens)));
+    make("td", { className: "number best" }, count(route.best_tokens)),
+    make("td", { className: "number best", title: costParts(route) }, duration(1000 * cost(route))));
+}
+
+const cost = (route) => route.queue_s + route.prefill_s + route.others_s + route.decode_s;
+
+function costParts(route) {
+  const seconds = (value) => duration(1000 * value);
+  const next = route.next_s === null ? "no other replica" : `next best replica ${seconds(route.next_s)}`;
+  return `queue ${seconds(route.queue_s)}, prefill ${seconds(route.prefill_s)}, ` +
+    `delay of others ${seconds(route.others_s)}, decoding ${seconds(route.decode_s)}; ${next}`;
 }

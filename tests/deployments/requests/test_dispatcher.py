@@ -15,7 +15,6 @@ from deployments.requests.dispatcher import Dispatcher
 from deployments.requests.generation import Generation
 from deployments.requests.prompt import Prompt
 from deployments.routing.cluster_view import ClusterView
-from deployments.routing.options import RoutingOptions
 from deployments.transport.request_channel.dispatch import Dispatch
 from engine.errors import EngineDeadError, OverloadedError, RequestError
 from engine.request import EngineRequest
@@ -32,7 +31,6 @@ class Front:
     def __init__(self, peers: Peers, max_requests: int = 100) -> None:
         self.peers = peers
         self.view = ClusterView(clock=lambda: 0.0)  # no load report expires, however slow the machine is
-        self.view.routing.table.options = RoutingOptions(load_bound=1.25)
         self.replicas: dict[str, Replica] = {}
         self.num_wakes = 0
         self.woken = asyncio.Event()

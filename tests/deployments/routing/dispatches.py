@@ -20,9 +20,14 @@ def dispatch_of(
     *,
     avoid: Collection[str] = (),
     beam_width: int | None = None,
+    max_tokens: int | None = None,
 ) -> Dispatch:
     """Return a dispatch of a prompt of this many tokens."""
-    params = SamplingParams() if beam_width is None else SamplingParams(temperature=0.0, beam_width=beam_width)
+    params = (
+        SamplingParams(max_tokens=max_tokens)
+        if beam_width is None
+        else SamplingParams(temperature=0.0, beam_width=beam_width)
+    )
     return Dispatch(EngineRequest("id", [0] * num_tokens, params), hashes, avoid, replica=replica)
 
 

@@ -17,7 +17,7 @@ from engine.observability.load import EngineLoad
 from engine.observability.metrics import Metric
 from tests.deployments.routing.dispatches import dispatch_of, send
 
-IDLE = EngineLoad(0, 0, 0, 1_000, 1_000, 1_000.0, 0.03, 1)
+IDLE = EngineLoad(0, 0, 0, 1_000, 1_000, 1_000.0, 1)
 
 
 def recorded(metric: Metric, *labels: str) -> float:

@@ -121,4 +121,4 @@ def test_a_replica_without_any_events_is_modelled_as_an_lru_cache() -> None:
 
 
 def test_the_options_are_plain_numbers() -> None:
-    assert View(RoutingOptions(miss_weight=0.0)).options.miss_weight == 0.0
+    assert View(RoutingOptions(assume_s=0.5)).options.assume_s == 0.5

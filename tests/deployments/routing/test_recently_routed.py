@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from deployments.routing.cost import PromptCost
 from deployments.routing.policy import Decision
 from deployments.routing.recently_routed import LENGTH, RecentlyRouted, RoutedRequest
 from tests.deployments.routing.dispatches import dispatch_of
@@ -12,8 +13,9 @@ COLD = Decision(["a", "b"], "cold", 0, 0)
 def test_a_request_is_listed_when_it_is_sent() -> None:
     routed = RecentlyRouted(clock=lambda: 8.0)
     assert routed.requests() == []
-    routed.add(dispatch_of([1, 2, 3, 4], 70, "b"), Decision(["b", "a"], "balanced", 1, 4), 16)
-    assert routed.requests() == [RoutedRequest(8.0, "b", "balanced", 70, 16, 64)]
+    decision = Decision(["b", "a"], "balanced", 1, 4, PromptCost(0.5, 0.25, 1.0, 0.125), 2.5)
+    routed.add(dispatch_of([1, 2, 3, 4], 70, "b"), decision, 16)
+    assert routed.requests() == [RoutedRequest(8.0, "b", "balanced", 70, 16, 64, 0.5, 0.25, 1.0, 0.125, 2.5)]
 
 
 def test_a_returned_request_is_listed_with_its_last_replica() -> None:

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from deployments.routing.replica_load import ReplicaLoad
 from deployments.transport.request_channel.dispatch import Dispatch
 from engine.observability.load import EngineLoad
+from engine.observability.step_costs import StepCosts
 from tests.deployments.routing.dispatches import dispatch_of
 
 REPORT = EngineLoad(
@@ -16,7 +17,6 @@ REPORT = EngineLoad(
     num_blocks=64,
     num_free_blocks=32,
     prefill_tokens_per_s=6500.0,
-    decode_step_s=0.03,
     num_steps=7,
 )
 
@@ -65,11 +65,19 @@ def test_steps_are_seen_when_their_number_changes() -> None:
     assert not load.has_stepped_since(2.5)
 
 
-def test_a_replica_that_says_nothing_of_its_pool_has_no_decode_pressure() -> None:
+def test_answers_are_counted_with_those_dispatched_since_the_report() -> None:
     load = ReplicaLoad()
-    assert load.decode_pressure(fresh=True) == 0.0
-    load.reported(replace(REPORT, num_blocks=0, num_free_blocks=0), now=1.0, transit_s=0.5)
-    assert load.decode_pressure(fresh=True) == 0.0
-    load.reported(REPORT, now=2.0, transit_s=0.5)
-    assert load.decode_pressure(fresh=False) == 0.0
-    assert abs(load.decode_pressure(fresh=True) - (3 * 0.03 + 0.5)) < 1e-9
+    sent = _send(load, 100, now=1.0)
+    assert (load.pending(fresh=True), load.decoding(fresh=True), load.step_costs) == ((1, 100), (0, 0), None)
+    report = replace(REPORT, num_pending=3, num_pending_tokens=500, num_decoding=4, num_decoding_tokens=900)
+    load.reported(report, now=1.1, transit_s=0.5)
+    assert (load.pending(fresh=True), load.decoding(fresh=True)) == ((4, 600), (4, 900))
+    assert (load.pending(fresh=False), load.decoding(fresh=False)) == ((1, 100), (0, 0))
+    load.ended(sent)
+    assert load.pending(fresh=True) == (3, 500)
+    sent = _send(load, 100, now=2.0)
+    load.reported(replace(report, step_costs=StepCosts(0.1)), now=3.0, transit_s=0.5)
+    assert (load.pending(fresh=True), load.step_costs) == ((3, 500), StepCosts(0.1))
+    assert load.pending(fresh=False) == (1, 100)
+    load.ended(sent)
+    assert load.pending(fresh=False) == (0, 0)

@@ -15,7 +15,7 @@ from tests.deployments.routing.dispatches import dispatch_of, send
 from tests.engine.kv.test_events import blocks_with_state
 from tests.engine.shadow import make_engine, run_to_end
 
-IDLE = EngineLoad(0, 0, 0, 1_000, 1_000, 1_000.0, 0.03, 0)
+IDLE = EngineLoad(0, 0, 0, 1_000, 1_000, 1_000.0, 0)
 SIZE = 16
 PROMPT = list(range(100, 110))
 

@@ -13,7 +13,7 @@ from deployments.transport.request_channel.dispatch import Dispatch
 from engine.observability.load import EngineLoad
 from tests.deployments.routing.dispatches import dispatch_of, send
 
-IDLE = EngineLoad(0, 0, 0, 1_000, 1_000, 1_000.0, 0.03, 0)
+IDLE = EngineLoad(0, 0, 0, 1_000, 1_000, 1_000.0, 0)
 BLOCK_SIZE = 16
 DEFAULTS = RoutingOptions()
 

@@ -21,7 +21,6 @@ def _load(**changes: Any) -> EngineLoad:
         "num_blocks": 100,
         "num_free_blocks": 100,
         "prefill_tokens_per_s": 2000.0,
-        "decode_step_s": 0.01,
         "num_steps": 5,
     }
     return EngineLoad(**(values | changes))

@@ -53,7 +53,7 @@ async def router() -> PrefixRouter:
     started = PrefixRouter(
         DEPLOYMENT, DeploymentHandleSource.REPLICA, self_actor_id="ingress", use_replica_queue_len_cache=True
     )
-    started.initialize_state(load_bound=1.25)
+    started.initialize_state(first_token_weight=9.0)
     started.update_replicas([FakeReplica(name) for name in ("a", "b", "c")])  # type: ignore[misc]
     lengths = started.replica_queue_len_cache
     await until_in_loop(lambda: all(lengths.get(_id(name)) == 0 for name in "abc"), "the queue lengths are known")
@@ -102,7 +102,7 @@ async def test_the_views_watcher_gets_the_replicas_and_their_metadata(router: Pr
 
 async def test_the_block_size_and_the_options_reach_the_view(router: PrefixRouter) -> None:
     assert router.view.routing.block_size == 4
-    assert router.view.routing.table.options.load_bound == 1.25
+    assert router.view.routing.table.options.first_token_weight == 9.0
 
 
 def test_the_private_parts_of_serve_that_we_use_exist() -> None:

@@ -147,9 +147,10 @@ class Cluster:
 
 async def test_the_documented_shape() -> None:
     cluster = Cluster()
+    nothing = 0.0, 0.0, 0.0, 0.0, None
     cluster.routed = {
-        "i": [RoutedRequest(5.0, "a", "hit", 90, 64, 64)],
-        "j": [RoutedRequest(6.0, "b", "cold", 30, 0, 0), RoutedRequest(4.0, "b", "cold", 31, 0, 0)],
+        "i": [RoutedRequest(5.0, "a", "hit", 90, 64, 64, 0.1, 0.02, 0.01, 0.03, 0.2)],
+        "j": [RoutedRequest(6.0, "b", "cold", 30, 0, 0, *nothing), RoutedRequest(4.0, "b", "cold", 31, 0, 0, *nothing)],
     }
     state = json.loads(await cluster.view().body())
     assert state["model"] == "tiny"
@@ -183,6 +184,11 @@ async def test_the_documented_shape() -> None:
         "prompt_tokens": 90,
         "predicted_tokens": 64,
         "best_tokens": 64,
+        "queue_s": 0.1,
+        "prefill_s": 0.02,
+        "others_s": 0.01,
+        "decode_s": 0.03,
+        "next_s": 0.2,
     }
 
 

@@ -1,7 +1,8 @@
-"""LoadMeter, with a clock that the tests move."""
+"""LoadMeter, with a clock that the tests move: which steps it measures, and as what."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,10 +25,14 @@ class Metered:
         scheduler = Scheduler(blocks, max_num_seqs=1, max_num_batched_tokens=1)
         self.meter = LoadMeter(scheduler, blocks, PrefillBacklog(blocks), self.clock)
 
-    def step(self, num_tokens: int, num_sequences: int, seconds: float) -> None:
-        sequences: list[Any] = [None] * num_sequences
+    def step(self, num_new_tokens: list[int], seconds: float, *, computed: int = 100, drafts: int = 0) -> None:
+        """Finish a step of sequences that compute these many tokens; the first ones have drafts."""
+        sequences: list[Any] = [_Sequence(num_computed_tokens=computed) for _ in num_new_tokens]
         output = SchedulerOutput(
-            sequences=sequences, num_new_tokens=[num_tokens], block_copies=PageCopies(swap_out=[(0, 0)])
+            sequences=sequences,
+            num_new_tokens=num_new_tokens,
+            drafts={sequence: [0] for sequence in sequences[:drafts]},
+            block_copies=PageCopies(swap_out=[(0, 0)]),
         )
         self.meter.step_started()
         self.meter.step_scheduled(output)
@@ -35,45 +40,43 @@ class Metered:
         self.meter.step_finished(output, [], StepTimes())
 
 
-def test_rates_are_zero_before_they_are_measured() -> None:
-    metered = Metered()
-    assert (metered.meter.prefill_tokens_per_s, metered.meter.decode_step_s) == (0.0, 0.0)
-    metered.step(300, 200, 0.1)  # too little prefill for either measurement
-    assert (metered.meter.prefill_tokens_per_s, metered.meter.decode_step_s) == (0.0, 0.0)
-    assert metered.meter.num_steps == 1
+class _Sequence(SimpleNamespace):
+    __hash__ = object.__hash__
 
 
 def test_prefills_and_decodes_are_measured_apart() -> None:
     metered = Metered()
-    metered.step(2048, 8, 0.5)
-    metered.step(8, 8, 0.02)
-    assert metered.meter.prefill_tokens_per_s == pytest.approx(4096)
-    assert metered.meter.decode_step_s == pytest.approx(0.02)
-    metered.step(1, 1, 0.0)  # the clock stood still: not measured
-    metered.step(0, 0, 1.0)
-    assert metered.meter.decode_step_s == pytest.approx(0.02)
+    for _ in range(50):
+        metered.step([1] * 8, 0.02)
+        metered.step([1] * 7 + [2041], 0.52)
+    load = metered.meter.load()
+    assert load.prefill_tokens_per_s == pytest.approx(2048 / 0.52)
+    assert load.step_costs.seconds(0, 8, 800) == pytest.approx(0.02, rel=0.1)
+    assert load.step_costs.seconds(2041, 7, 700) == pytest.approx(0.52, rel=0.1)
+    metered.step([], 1.0)
+    metered.step([1], 0.0)  # the clock stood still
+    assert metered.meter.load().step_costs == load.step_costs
+    assert metered.meter.num_steps == 102
 
 
-def test_short_prompts_are_not_measured_and_full_steps_outweigh_others() -> None:
+def test_an_answer_with_a_draft_is_a_decode() -> None:
     metered = Metered()
-    for _ in range(1000):
-        metered.step(10, 1, 0.01)  # 1000 tokens a second: the step's own cost is nearly all
-    assert metered.meter.prefill_tokens_per_s == 0
     for _ in range(20):
-        metered.step(150, 1, 0.05)
-    metered.step(2048, 1, 0.2)
-    assert metered.meter.prefill_tokens_per_s > 8000
+        metered.step([1] * 4, 0.02)
+    metered.step([2, 1, 1, 1], 0.02, drafts=1)
+    assert metered.meter.load().step_costs.seconds(0, 4, 400) == pytest.approx(0.02, rel=0.1)
 
 
-def test_rates_follow_a_change_and_forget_a_pause() -> None:
+def test_a_step_launched_while_another_is_in_flight_begins_when_that_is_finished() -> None:
     metered = Metered()
-    for _ in range(100):
-        metered.step(2048, 1, 0.2)
-        metered.step(8, 8, 0.02)
-    metered.step(8, 8, 5.0)
-    assert metered.meter.decode_step_s < 0.024
-    for _ in range(100):
-        metered.step(2048, 1, 0.4)
-        metered.step(8, 8, 0.2)
-    assert metered.meter.prefill_tokens_per_s == pytest.approx(5120, rel=0.05)
-    assert metered.meter.decode_step_s == pytest.approx(0.2, rel=0.05)
+    outputs = [
+        SchedulerOutput(sequences=[_Sequence(num_computed_tokens=9)], num_new_tokens=[1])  # type: ignore[list-item]
+        for _ in range(2)
+    ]
+    for output in outputs:
+        metered.meter.step_started()
+        metered.meter.step_scheduled(output)
+    for output in outputs:
+        metered.clock.now += 0.5
+        metered.meter.step_finished(output, [], StepTimes())
+    assert metered.meter.load().step_costs.seconds(0, 1, 9) == pytest.approx(0.5)

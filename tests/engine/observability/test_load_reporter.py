@@ -11,7 +11,7 @@ from engine.observability.load import EngineLoad
 from engine.observability.load_reporter import LoadReporter
 from tests.engine.observability.clock import Clock
 
-LOAD = EngineLoad(1, 0, 0, 64, 60, 1000.0, 0.01, 5)
+LOAD = EngineLoad(1, 0, 0, 64, 60, 1000.0, 5)
 
 
 class Reported:
@@ -70,6 +70,6 @@ def test_the_idle_state_is_reported_even_if_only_decoding_went_on() -> None:
     reported = Reported()
     reported.reporter.update(LOAD, 1, is_idle=False)
     reported.clock.now += 1
-    last = replace(LOAD, num_free_blocks=64, decode_step_s=0.02)
+    last = replace(LOAD, num_free_blocks=64, prefill_tokens_per_s=900.0)
     reported.reporter.update(last, 1, is_idle=True)
     assert reported.reports[-1] == last

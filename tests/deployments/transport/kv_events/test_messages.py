@@ -39,6 +39,7 @@ from deployments.transport.kv_events.messages import (
 from deployments.transport.kv_events.topics import Topics
 from engine.errors import ConfigError
 from engine.observability.load import EngineLoad
+from engine.observability.step_costs import StepCosts
 from tests.deployments import kv_listener
 from tests.deployments.kv_listener import batch, load, removed, states_removed, states_stored, stored
 
@@ -72,7 +73,8 @@ def test_hashes_are_little_endian_words() -> None:
 
 
 def test_a_load_round_trips() -> None:
-    sent = EngineLoad(*range(1, len(EngineLoad.__struct_fields__) + 1))
+    numbers = range(1, len(EngineLoad.__struct_fields__))
+    sent = EngineLoad(*numbers, step_costs=StepCosts(0.1, 0.2, 0.3, 0.4))
     received = decode_load(encode(LoadMessage(9, 8, sent)))
     assert (received.run_id, received.number, received.load) == (9, 8, sent)
     assert decode_load(encode(LoadMessage(0, -1, None))).load is None
@@ -103,7 +105,7 @@ def test_a_replica_without_states_sends_what_it_sent_before_there_were_any() -> 
 
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf, -math.inf, 1e300])
 def test_numbers_are_finite_and_not_negative(value: float) -> None:
-    for bad in (replace(load(), prefill_tokens_per_s=value), replace(load(), decode_step_s=value)):
+    for bad in (replace(load(), prefill_tokens_per_s=value), replace(load(), step_costs=StepCosts(value))):
         with pytest.raises(KVMessageError):
             decode_load(encode(LoadMessage(1, 1, bad)))
     with pytest.raises(KVMessageError):
