@@ -43,7 +43,6 @@ class Settings:
     prefill_rate: float = 6_500.0  # tokens/s
     decode_step_s: float = 0.03
     steps: StepCosts | None = None  # prompts and answers share steps; None: decodes cost prefills nothing
-    slowness: tuple[tuple[str, float], ...] = ()  # replicas whose steps take longer: name, factor
     dispatch_s: float = 0.005  # from the decision to the replica's queue
     network_s: float = 0.002  # from the replica to the ingresses, of events and reports
     loss: float = 0.0  # probability per event batch and report, for each ingress

@@ -24,6 +24,7 @@ class SharedStepReplica(SimulatedReplica):
     num_steps: int = 0
     answers: dict[Job, int] = field(default_factory=dict)  # requests that decode -> tokens still to come
     decode_kv_tokens: int = 0  # in the contexts of the answers
+    slowdown: float = 1.0  # of its steps
     speeds: StepSpeeds = field(default_factory=StepSpeeds)
     is_stepping: bool = False
     _plan: list[tuple[Job, int, int]] = field(default_factory=list)  # a request, and which tokens of its prompt
@@ -56,7 +57,7 @@ class SharedStepReplica(SimulatedReplica):
     def _seconds(self, prefill_tokens: int) -> float:
         assert self.settings.steps is not None
         step = prefill_tokens, len(self.answers), self.decode_kv_tokens
-        seconds = self.settings.steps.seconds(*step) * dict(self.settings.slowness).get(self.name, 1.0)
+        seconds = self.slowdown * self.settings.steps.seconds(*step)
         self.speeds.record(*step, seconds)
         return seconds
 

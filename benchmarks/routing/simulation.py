@@ -31,8 +31,9 @@ class Change:
     """A change of a replica."""
 
     at: float
-    kind: str  # kill | add | restart (under the same name, its cache is empty)
+    kind: str  # kill | add | restart (under the same name, its cache is empty) | slow
     replica: str
+    slowdown: float = 1.0  # of the steps of a replica that becomes slow
 
 
 class Policy(Protocol):
@@ -181,6 +182,11 @@ class _Simulation:
 
     def change(self, change: Change, now: float) -> None:
         cluster, name = self.cluster, change.replica
+        if change.kind == "slow":
+            replica = cluster.replicas[name]
+            assert isinstance(replica, SharedStepReplica), "only shared steps can become slow"
+            replica.slowdown = change.slowdown
+            return
         if change.kind == "add":
             cluster.add(name)
         else:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from benchmarks.routing.baselines.registry import BASELINES
 from benchmarks.routing.cache import BlockCache, infinite_bound, pooled_bound
@@ -16,6 +17,7 @@ from benchmarks.routing.shared_steps import SharedStepReplica
 from benchmarks.routing.simulation import Change, Cluster, Policy, Result, simulate
 from benchmarks.routing.traces import BLOCK_SIZE, Request, bursts, no_sharing
 from deployments.routing.state import RoutingState
+from engine.observability.load import EngineLoad
 from engine.observability.step_costs import StepCosts
 
 SETTINGS = Settings(num_replicas=4, cache_tokens=100 * BLOCK_SIZE)
@@ -81,6 +83,40 @@ def test_a_restart_leaves_no_ghost_hits(num_ingresses: int, steps: StepCosts | N
     assert result.ghosts == 0
 
 
+@pytest.mark.parametrize("num_ingresses", [1, 4])
+def test_a_replica_slowed_to_a_third_soon_gets_a_third_of_the_work(num_ingresses: int) -> None:
+    """And requests take hardly longer than if its speed were known at once."""
+    settings = Settings(num_ingresses=num_ingresses, num_replicas=4, steps=SHARED_STEPS)
+    slow, name = Change(60.0, "slow", "replica-01", 3.0), "replica-01"
+    requests = no_sharing(1, number=400, per_second=1.2)
+    result = run(requests, "ours", settings, changes=[slow])
+
+    def share(start: float, end: float) -> float:
+        """Return the part of a replica's fair share of the tokens sent in an interval."""
+        sent = [job for job in result.jobs if start <= job.request.at < end]
+        tokens = sum(job.request.input_tokens for job in sent if job.replica == name)
+        return 4 * tokens / sum(job.request.input_tokens for job in sent)
+
+    assert 0.7 < share(0.0, 60.0) < 1.3
+    assert share(65.0, 1e9) < 0.5
+    after = [job for job in result.jobs if job.request.at >= 60.0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SharedStepReplica, "load", _load_of_true_speed)
+        oracle = run(requests, "ours", settings, changes=[slow])
+    known = [job for job in oracle.jobs if job.request.at >= 60.0]
+    whole, best = (sum(job.ended_at - job.request.at for job in jobs) / len(jobs) for jobs in (after, known))
+    assert whole < 1.1 * best
+
+
+def _load_of_true_speed(replica: SharedStepReplica, now: float) -> EngineLoad:
+    load, true = LOAD(replica, now), SHARED_STEPS
+    costs = StepCosts(*(replica.slowdown * getattr(true, name) for name in StepCosts.__struct_fields__))
+    return structs.replace(load, step_costs=costs, prefill_tokens_per_s=5_500 / replica.slowdown)
+
+
+LOAD = SharedStepReplica.load
+
+
 def test_ghost_hits_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RoutingState, "cleared", lambda state, replica: None)
     assert run(conversations(), "ours", changes=[Change(15.0, "restart", "replica-01")]).ghosts > 0
@@ -89,8 +125,8 @@ def test_ghost_hits_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_burst_through_many_ingresses_goes_to_one_replica_if_queues_are_announced() -> None:
     """They arrive within 20 ms; only those before the first announcement are routed without it.
 
-    An ingress that has sent one of them counts it twice, until it must be in the replica's reports: it may send the next
-    one to a second replica, where all others then find the prompt, too.
+    An ingress that has sent one of them counts it twice, until it must be in the replica's reports: it may send the
+    next one to a second replica, where all others then find the prompt, too.
     """
     burst = [Request(0.001 * number, 20 * BLOCK_SIZE + 9, 50, tuple(range(20))) for number in range(20)]
     used = {}
