@@ -16,12 +16,13 @@ from benchmarks.routing.cache import infinite_bound, pooled_bound
 from benchmarks.routing.production import ProductionPolicy
 from benchmarks.routing.replica import Settings
 from benchmarks.routing.simulation import Change, Cluster, Policy, Result, simulate
-from benchmarks.routing.traces import BLOCK_SIZE, Request, bursts, load_mooncake, no_sharing
+from benchmarks.routing.traces import BLOCK_SIZE, Request, agents, bursts, documents, load_mooncake, no_sharing
 from deployments.routing.options import RoutingOptions
 
-__all__ = ["OURS", "Run", "bounds", "describe", "run_all", "summary"]
+__all__ = ["GENERATED", "OURS", "Run", "bounds", "describe", "run_all", "summary"]
 
 OURS = "Pagoda"
+GENERATED = {"no sharing": no_sharing, "bursts": bursts, "agents": agents, "documents": documents}
 # Student's t for a 95% interval of a mean, by the number of seeds.
 _T = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 8: 2.365, 10: 2.262}
 
@@ -31,7 +32,7 @@ class Run:
     """A policy on a trace."""
 
     policy: str
-    trace: str  # mooncake | no sharing | bursts
+    trace: str  # mooncake, or one of GENERATED
     path: str  # of the Mooncake trace
     seed: int = 0
     parameters: dict[str, Any] = field(default_factory=dict)  # of a baseline, or RoutingOptions
@@ -80,7 +81,7 @@ def describe(run: Run) -> dict[str, Any]:
 def _trace(trace: str, path: str, seed: int) -> list[Request]:
     if trace == "mooncake":
         return load_mooncake(Path(path), seed)
-    return {"no sharing": no_sharing, "bursts": bursts}[trace](seed)
+    return GENERATED[trace](seed)
 
 
 def _requests(run: Run) -> list[Request]:

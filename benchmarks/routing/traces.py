@@ -1,4 +1,4 @@
-"""Traces of requests: the Mooncake conversation trace, and two generated traces without tuning.
+"""Traces of requests: the Mooncake conversation trace, and generated traces on which nothing was tuned.
 
 A request's blocks are chained hashes, as in production; only full blocks have one.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-__all__ = ["BLOCK_SIZE", "Request", "bursts", "load_mooncake", "no_sharing"]
+__all__ = ["BLOCK_SIZE", "Request", "agents", "bursts", "documents", "load_mooncake", "no_sharing"]
 
 BLOCK_SIZE = 512  # tokens, as in the Mooncake trace
 STAMP_S = 3.0  # the Mooncake trace's timestamps are multiples of this
@@ -66,6 +66,48 @@ def bursts(seed: int, number: int = 400, per_second: float = 1.0) -> list[Reques
         for at in sorted(now + rng.uniform(0, 0.05) for _ in range(rng.randrange(4, 25))):
             tokens = len(document) * BLOCK_SIZE + rng.randrange(20, 500)
             requests.append(_request(at, tokens, rng.randrange(50, 600), document))
+    return sorted(requests, key=lambda request: request.at)
+
+
+def agents(seed: int, number: int = 300, per_second: float = 0.15) -> list[Request]:
+    """Return the turns of agents that start at random: each turn adds a tool's output to the prompt of the one before.
+
+    An agent has one of four system prompts of 4 to 8 thousand tokens and 5 to 30 turns. Between them the tool takes
+    lognormal times with a median of 4 s, answers included.
+    """
+    rng = random.Random(seed)
+    systems = [list(range(1_000 * kind, 1_000 * kind + rng.randrange(8, 16))) for kind in range(4)]
+    start, next_block, requests = 0.0, 4_000, []
+    for _ in range(number):
+        start += rng.expovariate(per_second)
+        now, blocks = start, list(rng.choice(systems))
+        tokens = len(blocks) * BLOCK_SIZE
+        for _ in range(rng.randrange(5, 31)):
+            tokens += min(8_000, round(rng.lognormvariate(6.5, 1.0))) + 20
+            while len(blocks) < tokens // BLOCK_SIZE:
+                blocks.append(next_block)
+                next_block += 1
+            answer = rng.randrange(30, 300)
+            requests.append(_request(now, tokens, answer, list(blocks)))
+            tokens += answer
+            now += 0.03 * answer + rng.lognormvariate(1.4, 0.8)
+    return sorted(requests, key=lambda request: request.at)
+
+
+def documents(seed: int, number: int = 400, per_second: float = 0.12) -> list[Request]:
+    """Return one to five questions about each of many documents of 30 to 120 thousand tokens, half a minute apart."""
+    rng = random.Random(seed)
+    start, next_block, requests = 0.0, 0, []
+    for _ in range(number):
+        start += rng.expovariate(per_second)
+        now, length = start, rng.randrange(60, 240)
+        document = list(range(next_block, next_block + length))
+        next_block += length
+        for _ in range(rng.randrange(1, 6)):
+            requests.append(
+                _request(now, length * BLOCK_SIZE + rng.randrange(20, 500), rng.randrange(50, 600), document)
+            )
+            now += rng.expovariate(1 / 30)
     return sorted(requests, key=lambda request: request.at)
 
 

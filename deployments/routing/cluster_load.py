@@ -8,9 +8,12 @@ relieve the others:
   share of the time in which there are any.
 - the answers in its batch, ``decoding`` of them, by one second each, which weighs less than one before a first token.
 - those whose cached blocks it evicts. A computed block takes the place of another one, which would have been used again
-  with a probability of at most ``reuse``: the cached tokens of recent prompts over the computed ones, at most 1.
+  with a probability of at most ``reuse``, the cached tokens of recent prompts over the computed ones.
 
-    price = pending / (1 - b) + decoding / first_token_weight + reuse
+    price = pending / (1 - b) + decoding / first_token_weight + min(1, reuse)
+
+What an answer costs by decoding where it does counts ``1 + reuse`` times, because the prompts that continue it will go
+where it is cached.
 
 The means are over the last half minute, of what the replicas report and this ingress has dispatched since. Decisions
 sample them; requests that arrive at random see averages over time.
@@ -76,6 +79,6 @@ class ClusterLoad:
         """
         spare = max(_MIN_SPARE, 1 - self._busy)
         length = self.answer_tokens if max_tokens is None else min(self.answer_tokens, max_tokens)
-        reuse = min(1.0, self._cached_tokens / self._computed_tokens)
-        prefill = self._pending / spare + self._decoding / first_token_weight + reuse
-        return Prices(prefill, length / spare / first_token_weight)
+        reuse = self._cached_tokens / self._computed_tokens
+        prefill = self._pending / spare + self._decoding / first_token_weight + min(1.0, reuse)
+        return Prices(prefill, (1 + reuse) * length / spare / first_token_weight)

@@ -56,7 +56,7 @@ def test_the_more_requests_a_prefill_delays_the_more_a_cached_prefix_is_worth() 
     assert decision.next_cost_s is not None
     assert sum(decision.cost) < decision.next_cost_s
     assert decision.cost.queue_s == pytest.approx(0.2)
-    assert decision.cost.others_s == pytest.approx((2 / 0.1 + 80 / 30 + 1) * decision.cost.prefill_s)
+    assert decision.cost.others_s == pytest.approx((2 / 0.1 + 80 / 40 + 1) * decision.cost.prefill_s)
 
 
 def test_prompts_that_share_nothing_are_sent_where_they_are_computed_first() -> None:
