@@ -1,4 +1,4 @@
-"""The experiments: the comparison on the Mooncake trace, the two traces without tuning, and the sweeps."""
+"""The experiments: the comparison on the Mooncake trace, the traces without tuning, and the sweeps."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.routing.baselines.registry import BASELINES
-from benchmarks.routing.replica import Settings
-from benchmarks.routing.runs import OURS, Run, bounds, describe, run_all, summary
+from benchmarks.routing.replica import CPU_STEPS, SHARED_STEPS, Settings
+from benchmarks.routing.runs import GENERATED, OURS, Run, bounds, describe, run_all, summary
 from benchmarks.routing.simulation import Change
 
-__all__ = ["GOALS", "compare", "generated", "others", "sweeps", "tune"]
+__all__ = ["GOALS", "compare", "generated", "others", "shared_steps", "sweeps", "tune"]
 
 GOALS = ("least queued tokens", "SGLang-like", "llm-d-like", "LMetric")  # the baselines in the goals
 
@@ -40,6 +40,25 @@ def compare(
     return _rows(rows, seeds, processes)
 
 
+def shared_steps(path: str, seeds: int, processes: int) -> list[dict[str, Any]]:
+    """Return our policy and baselines where prompts and answers share steps: all traces, 8 replicas and 64."""
+    settings = Settings(steps=SHARED_STEPS)
+    rows = {}
+    for trace in ("mooncake", *GENERATED):
+        for name in (*GOALS, "Dynamo-like"):
+            rows[f"{trace}: {name}"] = Run(name, trace, path, settings=settings)
+        for number in (1, 4, 16):
+            label = f"{trace}: {OURS}, {_ingresses(number)}"
+            rows[label] = Run(OURS, trace, path, settings=replace(settings, num_ingresses=number))
+    for name in (OURS, "llm-d-like"):
+        sized = replace(settings, num_replicas=64, num_ingresses=16 if name == OURS else 1)
+        rows[f"mooncake, 64 replicas: {name}"] = Run(name, "mooncake", path, settings=sized, stretch=8 / 64)
+    slow = replace(settings, steps=CPU_STEPS, chunk_tokens=128)
+    for name in (*GOALS, OURS):  # prompts take eight times as long to compute
+        rows[f"mooncake, own engine on CPUs: {name}"] = Run(name, "mooncake", path, settings=slow, stretch=8.0)
+    return _rows(rows, seeds, processes)
+
+
 def others(path: str, seeds: int, processes: int, tuned: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the other baselines on the Mooncake trace."""
     return _rows(_baselines(path, [name for name in BASELINES if name not in GOALS], tuned), seeds, processes)
@@ -55,9 +74,9 @@ def _baselines(path: str, names: Sequence[str], tuned: dict[str, dict[str, Any]]
 
 
 def generated(path: str, seeds: int, processes: int) -> list[dict[str, Any]]:
-    """Return our policy and the baselines on the two traces without tuning."""
+    """Return our policy and the baselines on the traces without tuning."""
     rows = {}
-    for trace in ("no sharing", "bursts"):
+    for trace in GENERATED:
         for name in GOALS:
             rows[f"{trace}: {name}"] = Run(name, trace, path)
         for number in (1, 16):

@@ -22,16 +22,17 @@ from benchmarks.routing.traces import BLOCK_SIZE, Request
 from engine.observability.load import EngineLoad
 from engine.observability.step_costs import StepCosts
 
-__all__ = ["SHARED_STEPS", "Finished", "Job", "KVLogEntry", "Settings", "SimulatedReplica", "Work"]
+__all__ = ["CPU_STEPS", "SHARED_STEPS", "Finished", "Job", "KVLogEntry", "Settings", "SimulatedReplica", "Work"]
 
 MIN_REPORT_S = 0.01
 HEARTBEAT_S = 0.1
-CHUNK_TOKENS = 2_048  # of a prefill, computed in one step
 KEPT_S = 1.0  # reports are kept for readers that missed later ones
 
 
 # A second engine: 20 ms of a step with answers, and 10 ms for each 72,000 tokens in their contexts.
 SHARED_STEPS = StepCosts(base_s=0.020, prefill_token_s=1 / 6_500, sequence_s=0.0, kv_token_s=0.010 / 72_000)
+# A third: Pagoda's engine with a model of Qwen3-0.6B's shape on two cores, as benchmarks.step_costs has measured it.
+CPU_STEPS = StepCosts(base_s=0.0291, prefill_token_s=0.001221, sequence_s=0.00214, kv_token_s=0.00000057)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class Settings:
     prefill_rate: float = 6_500.0  # tokens/s
     decode_step_s: float = 0.03
     steps: StepCosts | None = None  # prompts and answers share steps; None: decodes cost prefills nothing
+    chunk_tokens: int = 2_048  # of prompts, computed in one step
     dispatch_s: float = 0.005  # from the decision to the replica's queue
     network_s: float = 0.002  # from the replica to the ingresses, of events and reports
     loss: float = 0.0  # probability per event batch and report, for each ingress
@@ -171,7 +173,7 @@ class SimulatedReplica:
 
     def _log_chunks(self, hashes: Sequence[int], now: float) -> None:
         """Log in advance the blocks that each step of a starting prefill will publish at its end."""
-        chunk = max(1, CHUNK_TOKENS // BLOCK_SIZE)
+        chunk = max(1, self.settings.chunk_tokens // BLOCK_SIZE)
         for start in range(0, len(hashes), chunk):
             stored = tuple(hashes[start : start + chunk])
             at = now + (start + len(stored)) * BLOCK_SIZE / self.settings.prefill_rate

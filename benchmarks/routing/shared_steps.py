@@ -1,7 +1,7 @@
 """SharedStepReplica: a simulated replica whose steps compute prompts and answers together, as Pagoda's engine does.
 
-The time of a step is linear in what it computes (``StepCosts``). A step takes up to ``CHUNK_TOKENS`` tokens of prompts,
-first come, first served, and one token of each answer. So a replica with many or long answers prefills later, and each
+The time of a step is linear in what it computes (``StepCosts``). A step takes up to ``Settings.chunk_tokens`` tokens of
+prompts, first come, first served, and one token of each answer. So a replica with many or long answers prefills later, and each
 prefill delays all its answers, which the replica in replica.py does not show.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from benchmarks.routing.replica import CHUNK_TOKENS, Finished, Job, KVLogEntry, SimulatedReplica, Work
+from benchmarks.routing.replica import Finished, Job, KVLogEntry, SimulatedReplica, Work
 from benchmarks.routing.traces import BLOCK_SIZE
 from engine.observability.load import EngineLoad
 from engine.observability.step_costs import StepSpeeds
@@ -34,7 +34,7 @@ class SharedStepReplica(SimulatedReplica):
         """Begin a step, if there is anything to compute and none runs."""
         if self.is_stepping:
             return None
-        started, budget = [], CHUNK_TOKENS
+        started, budget = [], self.settings.chunk_tokens
         self._plan = []
         while budget and (self.current is not None or self.queue):
             if self.current is None:
@@ -52,7 +52,7 @@ class SharedStepReplica(SimulatedReplica):
         if not self._plan and not self.answers:
             return None
         self.is_stepping = True
-        return Work(now + self._seconds(CHUNK_TOKENS - budget), tuple(started))
+        return Work(now + self._seconds(self.settings.chunk_tokens - budget), tuple(started))
 
     def _seconds(self, prefill_tokens: int) -> float:
         assert self.settings.steps is not None

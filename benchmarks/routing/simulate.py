@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.result_file import write_result
-from benchmarks.routing.experiments import compare, generated, others, sweeps, tune
+from benchmarks.routing.experiments import compare, generated, others, shared_steps, sweeps, tune
 from deployments.routing.options import RoutingOptions
 
 __all__ = ["main"]
@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5, help="spreads of the trace's timestamps")
     parser.add_argument("--other-seeds", type=int, default=5, help="for the baselines that are not in the goals")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--parts", nargs="+", default=["tune", "compare", "generated", "sweeps", "others"])
+    parser.add_argument("--parts", nargs="+", default=["tune", "compare", "shared", "generated", "sweeps", "others"])
     parser.add_argument("--sweep-requests", type=int, default=None, help="number of requests of the trace")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/routing.json"))
     args = parser.parse_args()
@@ -39,6 +39,8 @@ def main() -> None:
             results[part] = tune(args.trace, args.processes, args.sweep_requests)
         elif part == "compare":
             results[part] = compare(args.trace, args.seeds, args.processes, results.get("tune", {}))
+        elif part == "shared":
+            results[part] = shared_steps(args.trace, args.seeds, args.processes)
         elif part == "generated":
             results[part] = generated(args.trace, args.seeds, args.processes)
         elif part == "others":
@@ -58,13 +60,16 @@ def main() -> None:
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Return the lines of a table: means, and the 95% interval's half width where there are several seeds."""
     lines = [
-        f"{'policy':<46} {'hit %':>12} {'LRU, infinite':>18} {'TTFT mean':>13} {'p90 s':>13} {'p99':>7} {'ghosts':>6}"
+        f"{'policy':<46} {'hit %':>12} {'LRU, infinite':>18} {'TTFT mean':>13} {'p90 s':>13} {'p99':>7} {'ghosts':>6} "
+        f"{'whole s':>13} {'ms/token':>8}"
     ]
     for row in rows:
         limits = f"{row['bounds']['pooled']:.1%} {row['bounds']['infinite']:.1%}"
         lines.append(
             f"{row['label']:<46} {_cell(row['hit'], 100):>12} {limits:>18} {_cell(row['ttft_mean']):>13} "
-            f"{_cell(row['ttft_p90']):>13} {row['ttft_p99']['mean']:7.2f} {row['ghosts']['mean']:6.0f}"
+            f"{_cell(row['ttft_p90']):>13} {row['ttft_p99']['mean']:7.2f} {row['ghosts']['mean']:6.0f} "
+            f"{_cell(row['whole_mean']) if 'whole_mean' in row else '':>13} "
+            f"{row['token_ms']['mean'] if 'token_ms' in row else 0:8.1f}"
         )
     return lines
 

@@ -11,8 +11,8 @@
 
 L is the expected length of the answer, n the number of answers on the replica and K the tokens in their contexts, b the
 share of the time in which replicas compute prompts, ``reuse`` how often a computed token is used again. ``base``,
-``sequence`` and ``kv`` are the replica's StepCosts: with this answer everyone's step takes ``base + (n + 1) * sequence +
-kv * (K + tokens)`` seconds, and without it the steps of the n others take ``sequence + kv * tokens`` less.
+``sequence`` and ``kv`` are the replica's StepCosts: with this answer everyone's step takes ``base + (n + 1) * sequence
++ kv * (K + tokens)`` seconds, and without it the steps of the n others take ``sequence + kv * tokens`` less.
 
 Preble (Srivatsa et al., 2024) adds the queue to the prefill in seconds; the price and the part of the others are ours.
 Arithmetic only: what is queued and cached comes from the caller.
