@@ -1,8 +1,8 @@
 """SharedStepReplica: a simulated replica whose steps compute prompts and answers together, as Pagoda's engine does.
 
 The time of a step is linear in what it computes (``StepCosts``). A step takes up to ``Settings.chunk_tokens`` tokens of
-prompts, first come, first served, and one token of each answer. So a replica with many or long answers prefills later, and each
-prefill delays all its answers, which the replica in replica.py does not show.
+prompts, first come, first served, and one token of each answer. So a replica with many or long answers prefills later,
+and each prefill delays all its answers, which the replica in replica.py does not show.
 """
 
 from __future__ import annotations
