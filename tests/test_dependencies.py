@@ -27,6 +27,7 @@ EXTRAS = {  # the extras that each folder may rely on, besides the dependencies
 # Distributions of modules that need not be installed, where the names differ.
 DISTRIBUTIONS = {
     "agents": "openai-agents",
+    "dynamo": "ai-dynamo-runtime",
     "llama_index": "llama-index-llms-openai-like",
 }
 # Engines that benchmarks/peers compares with. Each lives in a virtual environment of its own, because their pinned

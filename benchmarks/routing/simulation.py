@@ -13,14 +13,14 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from benchmarks.routing.cache import BlockCache
 from benchmarks.routing.replica import Job, Settings, SimulatedReplica
 from benchmarks.routing.shared_steps import SharedStepReplica
 from benchmarks.routing.traces import Request
 
-__all__ = ["Change", "Cluster", "Policy", "simulate"]
+__all__ = ["Change", "Cluster", "Policy", "RouterPolicy", "simulate"]
 
 RETRY_S = 0.05  # until an ingress notices that a replica has failed its request
 NOTICED_S = 1.0  # until Serve notifies the ingresses of a lost replica
@@ -39,8 +39,11 @@ class Change:
 class Policy(Protocol):
     """Chooses a replica for each request, and is notified of dispatches and ends."""
 
-    def choose(self, job: Job, now: float, avoid: Collection[str]) -> str:
-        """Return the name of a replica; ``job.predicted_blocks`` is the cached blocks that the policy expects."""
+    def choose(self, job: Job, now: float, avoid: Collection[str]) -> str | None:
+        """Return the name of a replica; ``job.predicted_blocks`` is the cached blocks that the policy expects.
+
+        None: the request waits in the policy's own queue, as only a ``RouterPolicy`` has one.
+        """
 
     def dispatched(self, job: Job, now: float) -> None:
         """``job`` goes to ``job.replica``."""
@@ -50,6 +53,17 @@ class Policy(Protocol):
 
     def replicas_changed(self, names: Sequence[str]) -> None:
         """These are the current replicas."""
+
+
+@runtime_checkable
+class RouterPolicy(Policy, Protocol):
+    """A policy for which a router outside the simulation decides. It sees answers, so it learns when they begin."""
+
+    def first_token(self, job: Job, now: float) -> None:
+        """The prefill of ``job`` has ended."""
+
+    def admitted(self) -> Sequence[Job]:
+        """Return the requests that have left the policy's own queue: ``choose`` has a replica for each now."""
 
 
 @dataclass(eq=False)
@@ -106,6 +120,7 @@ class _Simulation:
         self.events: list[tuple[float, int, Callable[[float], None]]] = []
         self.numbers = count()
         self.lost: set[Job] = set()
+        self.router = policy if isinstance(policy, RouterPolicy) else None
 
     def at(self, time: float, action: Callable[[float], None]) -> None:
         heapq.heappush(self.events, (time, next(self.numbers), action))
@@ -117,7 +132,10 @@ class _Simulation:
 
     def route(self, job: Job, now: float, avoid: Collection[str] = ()) -> None:
         cluster = self.cluster
-        job.replica = name = self.policy.choose(job, now, avoid)
+        name = self.policy.choose(job, now, avoid)
+        if name is None:
+            return
+        job.replica = name
         if name not in cluster.replicas:  # lost, and its ingress has not noticed yet
             job.retries += 1
             self.at(now + RETRY_S, lambda time: self.route(job, time, {*avoid, name}))
@@ -134,6 +152,11 @@ class _Simulation:
         cluster.coming_blocks[name].update(job.request.hashes)
         cluster.generation_blocks[name].update(job.request.hashes)
         self.at(now + cluster.settings.dispatch_s, lambda time: self.arrive(job, job.tokens, name, time))
+
+    def route_admitted(self, now: float) -> None:
+        if self.router is not None:
+            for job in self.router.admitted():
+                self.route(job, now)
 
     def arrive(self, job: Job, tokens: int, name: str, now: float) -> None:
         replica = self.cluster.replicas.get(name)
@@ -157,11 +180,14 @@ class _Simulation:
             return  # it was lost
         finished, cache = replica.finish(now), replica.cache
         for job in finished.first_tokens:
+            if self.router is not None:
+                self.router.first_token(job, now)
             if finished.decode_s is not None:
                 ends_at = now + finished.decode_s
                 self.at(ends_at, partial(self.end_decode, replica, job, cache))
         for job in finished.ended:
             self.end(replica, job, True, now)
+        self.route_admitted(now)
         self.start(replica, now)
 
     def end_decode(self, replica: SimulatedReplica, job: Job, cache: BlockCache, now: float) -> None:
@@ -173,6 +199,7 @@ class _Simulation:
             job.ended_at = now
             self.cluster.outstanding[replica.name] -= 1
             self.policy.completed(job, now)
+            self.route_admitted(now)
             self.start(replica, now)
 
     def fail(self, job: Job, now: float) -> None:

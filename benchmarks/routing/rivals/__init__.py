@@ -1,0 +1,1 @@
+"""Released routers of other systems, which decide inside the simulation."""
