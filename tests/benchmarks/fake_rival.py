@@ -12,7 +12,8 @@ from typing import Any
 from benchmarks.routing.rivals.side import Cluster, Events, Hashes, Placement, Request, main
 
 FAULTY = 5  # the request that a fault hits
-MAX_IN_FLIGHT = 6  # of the mode `queue`
+MAX_IN_FLIGHT = 6  # of the mode `queue`: requests that are placed and have not ended
+MAX_PREFILLS = 1  # of the mode `one prefill`: requests that are placed and have no first token
 
 
 class FakeRouter:
@@ -21,7 +22,9 @@ class FakeRouter:
 
     def __init__(self, cluster: Cluster, mode: str) -> None:
         self.cluster, self.mode = cluster, mode
-        self.turn = self.in_flight = 0
+        self.turn = self.in_flight = self.prefills = 0
+        self.max_in_flight = MAX_IN_FLIGHT if mode == "queue" else 10_000
+        self.max_prefills = MAX_PREFILLS if mode == "one prefill" else 10_000
         self.queue: deque[int] = deque()
         self.cached: list[set[int]] = [set() for _ in cluster.replicas]
 
@@ -49,8 +52,9 @@ class FakeRouter:
 
     def place(self) -> list[Placement]:
         placed = []
-        while self.queue and (self.mode != "queue" or self.in_flight < MAX_IN_FLIGHT):
+        while self.queue and self.in_flight < self.max_in_flight and self.prefills < self.max_prefills:
             self.in_flight += 1
+            self.prefills += 1
             self.turn += 1
             placed.append(
                 Placement(self.queue.popleft(), self.cluster.replicas[self.turn % len(self.cluster.replicas)])
@@ -58,7 +62,8 @@ class FakeRouter:
         return placed
 
     async def first_token(self, job: int) -> list[Placement]:
-        return []
+        self.prefills -= 1
+        return self.place()
 
     async def completed(self, job: int) -> list[Placement]:
         self.in_flight -= 1

@@ -85,6 +85,18 @@ def test_requests_may_wait_in_the_routers_own_queue(tmp_path: Path, steps: Any) 
     assert max(in_flight) <= MAX_IN_FLIGHT
 
 
+def test_a_router_admits_requests_at_first_tokens(tmp_path: Path) -> None:
+    with fake_rival(tmp_path, "one prefill") as process:
+        result, report = run_rival(process, REQUESTS, SETTINGS, {})
+    assert report["queued"] > 0
+    placed_at = 0.0
+    for job in result.jobs:  # the prefills follow each other, in order of arrival
+        placed_at = max(placed_at, job.request.at)
+        computed = job.request.input_tokens - job.hit_tokens
+        placed_at += SETTINGS.dispatch_s + computed / SETTINGS.prefill_rate
+        assert job.first_token_at == pytest.approx(placed_at)
+
+
 @pytest.mark.parametrize(
     ("mode", "error", "message"),
     [

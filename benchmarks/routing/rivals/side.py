@@ -83,16 +83,18 @@ class Pace:
     """Simulated seconds per second, at most: for routers with timers of their own."""
 
     def __init__(self, pace: float | None) -> None:
-        self.pace, self.started, self.late_s = pace, time.perf_counter(), 0.0
+        self.pace, self.started, self.lost_s = pace, time.perf_counter(), 0.0
 
     async def wait(self, now: float) -> None:
-        """Wait until a simulated time."""
+        """Wait until a simulated time. Time that was lost is not caught up, which would exceed the pace."""
         if self.pace is None:
             return
         delay = self.started + now / self.pace - time.perf_counter()
-        self.late_s = max(self.late_s, -delay)
         if delay > 0:
             await asyncio.sleep(delay)
+        else:
+            self.started -= delay
+            self.lost_s -= delay
 
 
 Make = Callable[[Cluster, dict[str, Any]], Any]  # to an awaitable Router
@@ -139,7 +141,7 @@ class _Session:
         assert router is not None
         if message["do"] == "finish":
             report = await router.finish(events, message.get("cached", []))
-            return {"report": report | ({"late_s": round(self.pace.late_s, 3)} if self.pace.pace else {})}
+            return {"report": report | ({"lost_s": round(self.pace.lost_s, 1)} if self.pace.pace else {})}
         self.cluster.loads = message["loads"] or []
         await self.pace.wait(message["now"])
         if message["do"] == "choose":
