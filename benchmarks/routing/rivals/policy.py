@@ -138,13 +138,14 @@ class RivalPolicy:
         loads = []
         for replica in self.cluster.replicas.values():
             load = replica.load(now)
+            step_s = load.step_costs.seconds(0, load.num_decoding, load.num_decoding_tokens)
             loads.append(
                 {
                     "running": load.num_running,
                     "waiting": load.num_waiting,
                     "waiting_tokens": sum(job.tokens for job in replica.queue),
                     "used_blocks": load.num_blocks - load.num_free_blocks,
-                    "tokens_per_s": replica.decoding / load.decode_step_s,
+                    "tokens_per_s": load.num_decoding / step_s if step_s else 0.0,
                 }
             )
         return loads
