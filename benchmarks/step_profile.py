@@ -100,7 +100,6 @@ def recorded_steps() -> Iterator[list[Step]]:
         patch.object(cpu_decoder, "logits", recorder.clock("logits", logits)),
         patch.object(Sampler, "start", recorder.clock("sampling", Sampler.start)),
         patch.object(PendingTokens, "finish", recorder.clock("sampling", PendingTokens.finish)),
-        patch.object(Sampler, "argmax_tokens", recorder.clock("sampling", Sampler.argmax_tokens)),
         patch.object(
             ModelRunner, "run", lambda *args: recorder.run(*args)
         ),  # a function becomes a method, a bound method does not

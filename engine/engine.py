@@ -25,8 +25,8 @@ from engine.observability.observer import EngineObservers
 from engine.observability.sharing_log import SharingLog
 from engine.outputs import FinishReason, StepOutputs
 from engine.request import EngineRequest, RequestValidator
-from engine.scheduling.drafter import Drafter
-from engine.scheduling.ngram_proposer import NgramProposer
+from engine.scheduling.drafting.drafter import Drafter
+from engine.scheduling.drafting.ngram_proposer import NgramProposer
 from engine.scheduling.prefill_backlog import PrefillBacklog
 from engine.scheduling.prefill_pace import PrefillPace
 from engine.scheduling.queue_limits import QueueLimits

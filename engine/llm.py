@@ -312,7 +312,7 @@ class _Request:
         completion.text += text.push(step.token_ids, final=step.finish_reason is not None)
         if text.stop_string is None:
             return False
-        del completion.token_ids[text.num_tokens :]  # the tokens after the stop string
+        _cut(completion, text.num_tokens)
         completion.finish_reason, completion.stop_reason = "stop", text.stop_string
         return step.finish_reason is None
 
@@ -323,6 +323,16 @@ class _Request:
                 if self._tokenizer is not None:
                     logprob.decoded_token = self._tokenizer.token_bytes.name(token_id)
         return logprobs
+
+
+def _cut(answer: CompletionOutput, num_tokens: int) -> None:
+    """Remove the tokens after the stop string, which came in the same step, and their log-probabilities."""
+    del answer.token_ids[num_tokens:]
+    if answer.logprobs is not None and answer.cumulative_logprob is not None:
+        del answer.logprobs[num_tokens:]
+        answer.cumulative_logprob = 0.0
+        for position in answer.logprobs:  # added one by one, as the engine does: ``sum`` rounds differently
+            answer.cumulative_logprob += next(iter(position.values())).logprob
 
 
 def _mean_logprob(answer: CompletionOutput) -> float:

@@ -193,6 +193,18 @@ class Sequence:
         child.grammar = self.grammar.fork() if self.grammar is not None else None
         return child
 
+    def continued(self, token_ids: list[int], grammar: Grammar | None) -> Sequence:
+        """Return the sequence as it would be after further tokens, to sample the next one; it shares no blocks.
+
+        Args:
+            token_ids: the further tokens.
+            grammar: its grammar in the state after them.
+        """
+        tokens = self.token_ids + token_ids
+        longer = Sequence(self.group, self.index, tokens, num_prompt_tokens=self.num_prompt_tokens, seed=self.seed)
+        longer.grammar = grammar
+        return longer
+
     def check_end(self, token_id: int) -> None:
         """End the sequence if ``token_id``, just appended, was the last one."""
         if self.grammar is not None and not self.grammar.accept(token_id):

@@ -118,7 +118,7 @@ class EngineMetrics(EngineObserver):
             self._token_generated(sequence, now, intervals)
         for seconds, count in intervals.items():
             self._sink.observe(INTER_TOKEN, seconds, count)
-        if generated := sum(not sequence.has_failed for sequence in output.sampling):
+        if generated := sum(not sequence.has_failed or sequence in output.num_accepted for sequence in output.sampling):
             self._sink.increment(GENERATION_TOKENS, generated)
         if output.drafts:
             self._report_drafts(output)

@@ -86,8 +86,8 @@ class SamplingBatch:
         else:
             self.filters = build_filters(sequences, vocab_size, device, previous.filters, previous._known_tokens())
         self.choosers = build_choosers(sequences, vocab_size, device, num_candidates)
-        # Sequences whose columns depend on their tokens, or on their number. Drafts add several tokens to others only.
-        self._depends_on_tokens = np.array([not sequence.is_plain_greedy for sequence in sequences], dtype=bool)
+        # Sequences whose columns depend on their tokens, or on their number.
+        self._depends_on_tokens = [not sequence.is_plain_greedy for sequence in sequences]
         self._needs_history = any(logit_filter.needs_history for logit_filter in self.filters)
         params = [sequence.params for sequence in sequences]
         self.logprob_indices = [index for index, p in enumerate(params) if p.needs_logprobs]
@@ -114,8 +114,6 @@ class SamplingBatch:
     def advance(self, sequences: GenericSequence[Sequence]) -> bool:
         """Advance by one step if these are the same sequences, each with one more token; else return False.
 
-        Sequences that always take the most likely token may have several more tokens.
-
         The new token is read from the sequence, so it can be another one than was sampled. The tokens before it are
         compared by their number and, where a filter depends on them, by the last one. If earlier tokens of a sequence
         are rewritten in place, the caller must call ``Sampler.reset``.
@@ -128,7 +126,7 @@ class SamplingBatch:
         token_ids, lengths = list(map(_token_ids, sequences)), _lengths(sequences)
         if list(map(_constants, sequences)) != self._constants:
             return False
-        if not np.array_equal(lengths, self._lengths + 1) and not self._has_grown_by_drafts(lengths):
+        if not np.array_equal(lengths, self._lengths + 1):
             return False
         if self._needs_history and (any(map(_num_pending, sequences)) or not self._continues(token_ids)):
             return False
@@ -156,15 +154,10 @@ class SamplingBatch:
             and _constants(sequence) == constants
         }
 
-    def _has_grown_by_drafts(self, lengths: npt.NDArray[np.int64]) -> bool:
-        """Whether all sequences have grown, by exactly one token where the columns depend on tokens."""
-        grown = lengths - self._lengths
-        return bool((grown > 0).all() and (grown[self._depends_on_tokens] == 1).all())
-
     def _continues(self, token_ids: list[list[int]]) -> bool:
         """Whether the tokens before the new ones are the last step's, where the columns depend on them."""
         before = list(map(itemgetter(-2), token_ids))
         if before == self._last_ids:
             return True
-        compared = zip(before, self._last_ids, self._depends_on_tokens.tolist(), strict=True)
+        compared = zip(before, self._last_ids, self._depends_on_tokens, strict=True)
         return all(token_id == last for token_id, last, matters in compared if matters)

@@ -14,15 +14,14 @@ import torch
 
 from engine.request import EngineRequest
 from engine.sampling.batch import SamplingBatch
-from engine.sampling.choosers import NO_TOKEN, only_finite
+from engine.sampling.choosers import NO_TOKEN
 from engine.sampling.pending import PendingTokens
 from engine.sampling.ranking import PendingLogprobs, gather_logprobs, top_tokens
 from engine.sampling_params import SamplingParams
 from engine.scheduling.scheduler_output import SampledTokens
 from engine.sequence import Sequence, SequenceGroup
 from engine.structured_outputs.bitmask import apply_bitmask
-from kernels.cpu.argmax import argmax_rows
-from kernels.device_copy import start_to_host, wait_for_device
+from kernels.device_copy import wait_for_device
 from kernels.sampling.select import select_sampling_ops
 
 __all__ = ["NO_TOKEN", "Sampler"]
@@ -108,21 +107,6 @@ class Sampler:
             num_top_tokens: how many of the most likely tokens to find in addition; -1 for all.
         """
         return gather_logprobs(logits.log_softmax(dim=1), token_ids, num_top_tokens)
-
-    @torch.inference_mode()
-    def argmax_tokens(self, logits: torch.Tensor) -> torch.Tensor:
-        """Find the most likely token for each index of ``logits`` [n, vocab_size]; -1 if the logits are not finite.
-
-        It is the token that ``sample`` chooses for a greedy sequence without logit filters.
-
-        Returns:
-            int64 [n] on the host, to be read after ``wait_for_device``.
-        """
-        if self._ops is None:
-            return start_to_host(only_finite(*argmax_rows(logits)))
-        tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-        self._ops.argmax(tokens, logits, None)
-        return start_to_host(tokens)
 
     def warm_up_prompt_logprobs(self, logits: torch.Tensor, max_logprobs: int) -> None:
         """Compute ``max_logprobs`` log-probabilities for each index of ``logits`` [n, vocab_size]; -1 for all."""

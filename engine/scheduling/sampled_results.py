@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from engine.outputs import TokenLogprobs
 from engine.scheduling.scheduler_output import SampledTokens
 from engine.sequence import Sequence
 
-__all__ = ["apply_sampled"]
+__all__ = ["apply_sampled", "record_logprobs"]
 
 
 def apply_sampled(sampling: list[Sequence], sampled: SampledTokens) -> list[Sequence]:
@@ -51,6 +52,11 @@ def _record_logprobs(sampling: list[Sequence], sampled: SampledTokens) -> None:
     assert sampled.logprobs is not None
     for position, (sequence, logprobs) in enumerate(zip(sampling, sampled.logprobs, strict=True)):
         if logprobs is not None and position not in sampled.failed:
-            sequence.cumulative_logprob += next(iter(logprobs.values())).logprob  # the sampled token comes first
-            if sequence.params.logprobs is not None:
-                sequence.logprobs.append(logprobs)
+            record_logprobs(sequence, logprobs)
+
+
+def record_logprobs(sequence: Sequence, logprobs: TokenLogprobs) -> None:
+    """Keep the log-probabilities of a token that is about to be appended."""
+    sequence.cumulative_logprob += next(iter(logprobs.values())).logprob  # the sampled token comes first
+    if sequence.params.logprobs is not None:
+        sequence.logprobs.append(logprobs)

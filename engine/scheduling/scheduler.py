@@ -27,7 +27,7 @@ from engine.kv.block_manager import BlockManager
 from engine.outputs import FinishReason
 from engine.scheduling.admission import Admission
 from engine.scheduling.beams import advance_searches, fail_searches
-from engine.scheduling.drafter import Drafter
+from engine.scheduling.drafting.drafter import Drafter
 from engine.scheduling.group_plan import plan_group
 from engine.scheduling.preemption import Preemption
 from engine.scheduling.prefill_pace import PrefillPace
@@ -190,7 +190,7 @@ class Scheduler:
         return (
             len(sequence.token_ids) + sequence.num_pending >= sequence.max_total_tokens
             or sequence.needs_known_tokens
-            or (self.drafter is not None and sequence.is_plain_greedy)
+            or (self.drafter is not None and self.drafter.may_draft(sequence))
         )
 
     def _apply(self, output: SchedulerOutput, sampled: SampledTokens) -> tuple[list[Sequence], list[Sequence]]:

@@ -5,6 +5,7 @@ The scheduler writes the first and reads the second; the model runner reads the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as GenericSequence
 from dataclasses import dataclass, field
 
@@ -25,7 +26,10 @@ class SchedulerOutput:
     num_new_tokens: list[int] = field(default_factory=list)  # tokens that each computes, from num_computed_tokens on
     # Draft tokens that some sequences compute after their last token, in batch order; num_new_tokens includes them.
     drafts: dict[Sequence, list[int]] = field(default_factory=dict)
-    num_accepted: dict[Sequence, int] = field(default_factory=dict)  # of each draft; set after the step
+    # Each sequence as it would be after its first, second, ... draft token: the sampler samples from these too.
+    continuations: dict[Sequence, list[Sequence]] = field(default_factory=dict)
+    # Tokens that each draft added to its sequence; set after the step, for sequences that it did not find ended.
+    num_accepted: dict[Sequence, int] = field(default_factory=dict)
     sampling: list[Sequence] = field(default_factory=list)  # the sequences that sample a token
     logit_indices: GenericSequence[int] = ()  # for each of ``sampling``, the index in ``sequences`` of its logits
     forks: list[Sequence] = field(default_factory=list)  # new ones among ``sampling``; they join the batch afterwards
@@ -73,9 +77,27 @@ class SampledTokens:
     beams: dict[int, Candidates] = field(default_factory=dict)  # by position in ``sampling``
     failed: dict[int, str] = field(default_factory=dict)  # positions without a token to sample, and the reason
     prompt_logprobs: list[tuple[SequenceGroup, list[TokenLogprobs]]] = field(default_factory=list)
-    # The most likely token after each draft token; shorter where the logits give none.
+    # The token after each draft token, if the draft is right so far; shorter where the logits give none.
     after_drafts: dict[Sequence, list[int]] = field(default_factory=dict)
+    logprobs_after_drafts: dict[Sequence, list[TokenLogprobs]] = field(default_factory=dict)  # where they are wanted
     resampled_on_host: list[int] = field(default_factory=list)  # positions whose token the host chose after the step
+
+    def take_after_drafts(self, drafts: Mapping[Sequence, GenericSequence[int]]) -> None:
+        """Move the last positions, which follow the draft tokens, to ``after_drafts``.
+
+        Args:
+            drafts: of the step, in batch order.
+        """
+        num_sampled = first = len(self.token_ids) - sum(map(len, drafts.values()))
+        for sequence, draft in drafts.items():
+            positions = range(first, first := first + len(draft))
+            if self.failed:
+                positions = range(positions.start, min(self.failed.keys() & positions, default=positions.stop))
+            self.after_drafts[sequence] = self.token_ids[positions.start : positions.stop]
+            if self.logprobs is not None and sequence.params.needs_logprobs:
+                logprobs = self.logprobs[positions.start : positions.stop]
+                self.logprobs_after_drafts[sequence] = [position for position in logprobs if position is not None]
+        self.keep(list(range(num_sampled)))
 
     def keep(self, positions: list[int]) -> None:
         """Keep what these positions sampled, ascending, and drop all else."""

@@ -28,7 +28,8 @@ def step_outputs(updated: Iterable[Sequence], num_accepted: Mapping[Sequence, in
             continue
         has_ended = sequence.is_finished and group.is_finished
         if not group.outputs_at_end:
-            outputs.append(_sampled_output(sequence, 1 + num_accepted.get(sequence, 0)))
+            has_token = not sequence.has_failed or sequence in num_accepted
+            outputs.append(_sampled_output(sequence, has_token + num_accepted.get(sequence, 0)))
         elif has_ended and group not in last:
             outputs += _best_answers(group)
         if has_ended:
@@ -39,20 +40,20 @@ def step_outputs(updated: Iterable[Sequence], num_accepted: Mapping[Sequence, in
 
 
 def _sampled_output(sequence: Sequence, count: int) -> EngineOutput:
-    """Return the output with the last ``count`` tokens of a sequence; without tokens if it ended without one."""
+    """Return the output with the last ``count`` tokens of a sequence: none if it ended without one."""
     params = sequence.params
     num_generated = sequence.num_output_tokens - sequence.group.num_resumed_tokens
-    is_first = num_generated == (0 if sequence.has_failed else count)
+    is_first = num_generated == count
     has_prompt_logprobs = params.prompt_logprobs is not None and sequence.index == 0 and is_first
     sequence.has_plain_outputs = not sequence.index and not params.needs_logprobs
     return EngineOutput(
         sequence.group.request_id,
         sequence.index,
-        [] if sequence.has_failed else sequence.token_ids[-count:],
+        sequence.token_ids[len(sequence.token_ids) - count :],
         sequence.finish_reason,
         sequence.stop_reason,
         sequence.num_cached_tokens,
-        logprobs=sequence.logprobs[-count:] if params.logprobs is not None and not sequence.has_failed else None,
+        logprobs=sequence.logprobs[len(sequence.logprobs) - count :] if params.logprobs is not None and count else None,
         prompt_logprobs=sequence.group.prompt_logprobs if has_prompt_logprobs else None,
         cumulative_logprob=sequence.cumulative_logprob if params.needs_logprobs else None,
         timing=sequence.group.timing if is_first else None,

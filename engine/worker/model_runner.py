@@ -7,10 +7,10 @@ which tokens are computed, and the block manager where their keys and values go.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
-from itertools import chain, islice, takewhile
+from itertools import chain, islice
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +22,11 @@ from engine.kv.page_maps import HostPageMap
 from engine.kv.pool_sizes import PoolSizes, smallest
 from engine.models.config.files.generation_defaults import GenerationDefaults
 from engine.outputs import TokenLogprobs
+from engine.sampling.pending import PendingTokens
 from engine.sampling.ranking import PendingLogprobs
-from engine.sampling.sampler import NO_TOKEN, Sampler
+from engine.sampling.sampler import Sampler
 from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput, StepTimes
-from engine.sequence import SequenceGroup
+from engine.sequence import Sequence, SequenceGroup
 from engine.worker.memory import host_pools_for, pools_of_blocks
 from engine.worker.step_planner import StepPlanner
 from engine.worker.step_timer import StepTimer
@@ -139,8 +140,11 @@ class ModelRunner:
 
     def _queue(self, output: SchedulerOutput, keep_logits: bool) -> _StepInFlight:
         timer = StepTimer(self.device)
-        constrained = [index for index, sequence in enumerate(output.sampling) if sequence.grammar is not None]
-        masks = self._start_masks([output.sampling[index].grammar for index in constrained]) if constrained else None
+        positions = output.sampling
+        if output.drafts:
+            positions = list(chain(positions, *output.continuations.values()))
+        constrained = [index for index, sequence in enumerate(positions) if sequence.grammar is not None]
+        masks = self._start_masks([positions[index].grammar for index in constrained]) if constrained else None
         plan = self._planner.plan(output)
         prompts = _PromptLogprobs(self.sampler, output, self.device) if len(plan.prompt_logit_indices) else None
         logits = self.workers.execute(plan, None if prompts is None else prompts.add, self._sampled)
@@ -149,7 +153,7 @@ class ModelRunner:
         if logits is not None:
             logits = logits.clone() if keep_logits else logits
             grammar = (constrained, masks.result()) if masks is not None else None
-            pending = _PendingSample(self.sampler, logits, output, grammar)
+            pending = _PendingSample(self.sampler.start(logits, positions, grammar), output.drafts)
             self._sampled = pending.on_device
         timer.step_queued()
         return _StepInFlight(self.workers, timer, pending, prompts)
@@ -271,33 +275,23 @@ class _StepInFlight:
 
 
 class _PendingSample:
-    """One step's tokens, and the most likely tokens after its drafts, while the device computes them.
+    """What one step samples, after its draft tokens too, while the device computes it.
 
     Args:
-        logits: [num_logits, vocab_size]: of the sequences that sample, then of the draft tokens.
+        tokens: of the sequences that sample, then after each draft token.
+        drafts: of the step.
     """
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        logits: torch.Tensor,
-        output: SchedulerOutput,
-        grammar: tuple[list[int], torch.Tensor] | None,
-    ) -> None:
-        num_sampled = len(output.sampling)
-        self._drafts = output.drafts
-        self._after_drafts = sampler.argmax_tokens(logits[num_sampled:]) if output.drafts else None
-        self._tokens = sampler.start(logits[:num_sampled], output.sampling, grammar)
-        self.on_device = self._tokens.on_device  # int64 [num_sampled]
+    def __init__(self, tokens: PendingTokens, drafts: Mapping[Sequence, list[int]]) -> None:
+        self._tokens = tokens
+        self._drafts = drafts
+        self.on_device = tokens.on_device  # int64 [num_sampled + num_draft_tokens]
 
     def finish(self, wait: Callable[[], None]) -> SampledTokens:
         """Return what was sampled; the device must be done. See ``PendingTokens.finish``."""
         sampled = self._tokens.finish(wait)
-        if self._after_drafts is not None:
-            after_drafts = iter(self._after_drafts.tolist())
-            for sequence, draft in self._drafts.items():
-                tokens = list(islice(after_drafts, len(draft)))
-                sampled.after_drafts[sequence] = list(takewhile(lambda token_id: token_id != NO_TOKEN, tokens))
+        if self._drafts:
+            sampled.take_after_drafts(self._drafts)
         return sampled
 
 

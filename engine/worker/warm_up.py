@@ -46,7 +46,6 @@ class WarmUp:
             num_prompt_logits=PROMPT_LOGITS_AT_ONCE,
             device=shard.device,
         )
-        num_sampled = min(shard.config.max_num_seqs, shard.config.max_num_batched_tokens)
         sampler = Sampler(shard.model_config.vocab_size, shard.device)
 
         torch.cuda.reset_peak_memory_stats(shard.device)
@@ -56,10 +55,9 @@ class WarmUp:
         shard.compute_prompt_logits(hidden, model_input.prompt_logit_indices, compute_logprobs)
         if (logits := shard.model.compute_logits(hidden, model_input.logit_indices)) is not None:
             sampler.warm_up_kernels(logits)
-            after_drafts = logits[num_sampled:].clone()  # stays in memory while the other logits are sampled from
+            num_sampled = len(logits)  # after draft tokens too
             del logits
             sampler.warm_up(num_sampled, shard.config.max_logprobs)
-            del after_drafts
         token_ids = torch.full((1,), -1, device=shard.device)
         state_slots = token_ids.int() if shard.page_sizes.slot else None
         take_pending_tokens(token_ids, torch.zeros_like(token_ids), state_slots)

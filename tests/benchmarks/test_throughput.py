@@ -161,7 +161,7 @@ def test_rates_of_small_linears_are_measured() -> None:
 @pytest.mark.skipif(library() is None, reason="no C compiler is installed")
 def test_a_step_profile_has_every_step_and_restores_the_engine(tmp_path: Path) -> None:
     def replaced() -> list[Any]:
-        of_engine = [Engine.step, ModelRunner.run, Sampler.start, PendingTokens.finish, Sampler.argmax_tokens]
+        of_engine = [Engine.step, ModelRunner.run, Sampler.start, PendingTokens.finish]
         return [*of_engine, cpu_decoder.all_layers, cpu_decoder.logits]
 
     file, out = tmp_path / "small.json", tmp_path / "profile.json"

@@ -179,9 +179,7 @@ class ShadowRunner:
             self._check_host_state(sequence)
             prefix = chains[logit_index][end - 1]
             if num_drafted:
-                sampled.after_drafts[sequence] = [
-                    next_token(token_id, sequence.index) for token_id in chains[logit_index][end:]
-                ]
+                self._sample_after_draft(sequence, chains[logit_index][end:], sampled)
             if sequence.params.beam_width is None:
                 sampled.token_ids.append(next_token(prefix, sequence.index))
             else:
@@ -189,7 +187,7 @@ class ShadowRunner:
                 sampled.beams[position] = candidates(prefix, num_candidates(sequence.params, sequence.stop_token_ids))
         if any(sequence.params.needs_logprobs for sequence in output.sampling):
             sampled.logprobs = [
-                {token_id: Logprob(token_logprob(chains[logit_index][-1], item.index), 1)}
+                {token_id: Logprob(token_logprob(chains[logit_index][item.num_tokens - 1], item.index), 1)}
                 if item.params.needs_logprobs
                 else None
                 for item, logit_index, token_id in zip(
@@ -198,6 +196,17 @@ class ShadowRunner:
             ]
         sampled.prompt_logprobs = self._prompt_logprobs(output, chains)
         return sampled
+
+    @staticmethod
+    def _sample_after_draft(sequence: Sequence, prefixes: list[int], sampled: SampledTokens) -> None:
+        """Sample after each draft token, given the prefix that ends with it."""
+        after_draft = [next_token(prefix, sequence.index) for prefix in prefixes]
+        sampled.after_drafts[sequence] = after_draft
+        if sequence.params.needs_logprobs:
+            logprobs = [Logprob(token_logprob(prefix, sequence.index), 1) for prefix in prefixes]
+            sampled.logprobs_after_drafts[sequence] = [
+                {token_id: logprob} for token_id, logprob in zip(after_draft, logprobs, strict=True)
+            ]
 
     @staticmethod
     def _check_host_state(sequence: Sequence) -> None:

@@ -114,14 +114,14 @@ class StepChecks:
                     assert complete, f"block {block_id} is written while others hold it"
 
     def _check_drafts(self, output: SchedulerOutput) -> None:
-        """Assert that only greedy sequences get drafts, and that drafts preempt no request."""
+        """Assert that no beam gets a draft, no draft is beside forks, and drafts preempt no request."""
         assert list(output.drafts) == [sequence for sequence in output.sequences if sequence in output.drafts]
         if output.drafts:
             assert not output.preempted, "a request is preempted for a draft"
             assert self._engine.block_manager.num_free_blocks >= 0
         for sequence, draft in output.drafts.items():
-            params = sequence.params
-            assert params.is_plain_greedy, "a draft for a sequence that is not greedy"
+            assert not sequence.params.uses_beam_search, "a draft for a beam"
+            assert all(fork.group is not sequence.group for fork in output.forks), "a draft for a prompt that forks"
             assert not sequence.num_pending, "a draft follows a token that is not known"
             assert 0 < len(draft) <= self._engine.scheduler.drafter.num_tokens  # type: ignore[union-attr]
             assert sequence.num_tokens + len(draft) < sequence.max_total_tokens, "a draft goes beyond the answer's end"

@@ -12,7 +12,7 @@ from engine.errors import ConfigError, PromptTooLongError, RequestError
 from engine.llm import LLM
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
-from engine.scheduling.drafter import Drafter
+from engine.scheduling.drafting.drafter import Drafter
 from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput
 from engine.sequence import Sequence
 from tests.engine.checkpoints import build_model, save_checkpoint, save_tokenizer

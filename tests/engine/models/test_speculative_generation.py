@@ -9,7 +9,7 @@ import pytest
 
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams
-from engine.scheduling.drafter import Drafter
+from engine.scheduling.drafting.drafter import Drafter
 from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput
 from engine.sequence import Sequence
 from tests.engine.conftest import SavedModel, families

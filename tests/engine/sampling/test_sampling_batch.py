@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from typing import Any
 
@@ -130,36 +129,6 @@ def test_columns_are_kept_while_the_same_sequences_go_on(monkeypatch: pytest.Mon
     assert len(built) == 1
     sampler.sample(random_logits(len(sequences) - 1, 5), sequences[1:])
     assert len(built) == 2
-
-
-def test_columns_are_kept_while_drafts_give_greedy_sequences_several_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    import engine.sampling.sampler
-
-    built: list[int] = []
-    real = engine.sampling.sampler.SamplingBatch
-    monkeypatch.setattr(engine.sampling.sampler, "SamplingBatch", lambda *args: built.append(1) or real(*args))
-    kinds = [{"temperature": 0.0}, {"temperature": 0.0, "min_tokens": 3}, {"presence_penalty": 2.0}, {"top_k": 3}]
-    sequences = [make_sequence(seed=row, **kind) for row, kind in enumerate(kinds)]  # type: ignore[arg-type]
-    sampler = Sampler(VOCAB_SIZE, CPU)
-    for step, (row, count, num_built) in enumerate([(0, 1, 1), (0, 4, 1), (0, 2, 1), (1, 2, 2), (1, 2, 2), (2, 2, 3)]):
-        logits = random_logits(len(sequences), step)
-        for index, sequence in enumerate(sequences):
-            sequence.token_ids += [step + 20] * (count if index == row else 1)
-        got = sampler.sample(logits.clone(), sequences)
-        assert got.token_ids == sample(logits, sequences)
-        assert len(built) - step - 1 == num_built, f"step {step}"  # the comparison builds one too
-
-
-def test_argmax_tokens_are_those_that_greedy_sequences_get() -> None:
-    logits = random_logits(6, 3)
-    logits[1, 4] = logits[1].max() + 1  # and a tie
-    logits[1, 9] = logits[1, 4]
-    logits[2, 5], logits[3, 5], logits[4, 5], logits[5] = math.nan, math.inf, -math.inf, -math.inf
-    sampled = Sampler(VOCAB_SIZE, CPU).sample(logits.clone(), [make_sequence(temperature=0.0) for _ in range(6)])
-    assert sorted(sampled.failed) == [2, 3, 5]
-    expected = [-1 if row in sampled.failed else token_id for row, token_id in enumerate(sampled.token_ids)]
-    assert Sampler(VOCAB_SIZE, CPU).argmax_tokens(logits).tolist() == expected
-    assert Sampler(VOCAB_SIZE, CPU).argmax_tokens(logits[:0]).tolist() == []
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from engine.kv.block_pool import Block
 from engine.kv.host.host_pool import HostPool
 from engine.kv.prefix_cache import PrefixMatch
 from engine.scheduling import preemption
-from engine.scheduling.drafter import Drafter
+from engine.scheduling.drafting.drafter import Drafter
 from engine.sequence import Sequence
 from kernels.attention.window import Chunk, Window, first_key, most_keys
 from tests.engine.scheduling.planted_bugs import Plant, assert_found

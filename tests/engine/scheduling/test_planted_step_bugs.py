@@ -10,9 +10,9 @@ from engine.kv.attachments.state_slots import StateSlots
 from engine.kv.block_manager import BlockManager
 from engine.kv.block_pool import Block
 from engine.kv.prefix_cache import PrefixCache
-from engine.scheduling import drafter as drafter_module
 from engine.scheduling import scheduler as scheduler_module
-from engine.scheduling.drafter import Drafter, accepted_tokens
+from engine.scheduling.drafting import drafter as drafter_module
+from engine.scheduling.drafting.drafter import Drafter, accepted_tokens
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput
 from engine.scheduling.step_builder import StepBuilder
@@ -47,7 +47,8 @@ def test_a_token_after_the_accepted_ones_that_is_not_the_models_is_detected() ->
 
 
 def test_tokens_after_the_end_of_an_answer_are_detected() -> None:
-    def go_on(sequence: Sequence, draft: list[int], after_draft: list[int]) -> int:
+    def go_on(sequence: Sequence, output: SchedulerOutput, sampled: SampledTokens) -> int:
+        draft, after_draft = output.drafts[sequence], sampled.after_drafts[sequence]
         accepted = list(accepted_tokens(sequence.token_ids[-1], draft, after_draft))
         sequence.token_ids += accepted
         for token_id in accepted[-1:]:
@@ -76,9 +77,9 @@ def test_publishing_blocks_of_rejected_draft_tokens_is_detected() -> None:
 def test_counting_rejected_draft_tokens_as_computed_is_detected() -> None:
     append_accepted = drafter_module._append_accepted
 
-    def append_and_count_all(sequence: Sequence, draft: list[int], after_draft: list[int]) -> int:
-        append_accepted(sequence, draft, after_draft)
-        return len(draft)
+    def append_and_count_all(sequence: Sequence, output: SchedulerOutput, sampled: SampledTokens) -> int:
+        append_accepted(sequence, output, sampled)
+        return len(output.drafts[sequence])
 
     assert_found(
         lambda patch: patch.setattr(drafter_module, "_append_accepted", append_and_count_all),
@@ -104,11 +105,17 @@ def test_drafts_that_exceed_the_token_budget_are_detected() -> None:
     assert_found(lambda patch: patch.setattr(Drafter, "add_drafts", add_without_limit), "the budget is exceeded")
 
 
-def test_a_draft_for_a_sequence_that_is_not_greedy_is_detected() -> None:
-    assert_found(
-        lambda patch: patch.setattr(Sequence, "is_plain_greedy", property(lambda sequence: sequence.is_single)),
-        "a draft for a sequence that is not greedy",
-    )
+def test_a_draft_for_a_beam_is_detected() -> None:
+    assert_found(lambda patch: patch.setattr(Drafter, "may_draft", lambda *_: True), "a draft for a beam")
+
+
+def test_a_draft_beside_the_forks_of_its_sequence_is_detected() -> None:
+    """The forks would sample from the logits of the prompt's last token, which are not the last ones of the step."""
+
+    def forget_forks(drafter: Drafter, sequence: Sequence) -> bool:
+        return sequence.group.beams is None
+
+    assert_found(lambda patch: patch.setattr(Drafter, "may_draft", forget_forks), "a draft for a prompt that forks")
 
 
 # --- steps in flight ------------------------------------------------------------------------------------------------
@@ -128,7 +135,7 @@ def test_a_pending_token_that_the_host_must_know_is_detected() -> None:
 
 def test_a_token_after_the_last_one_is_detected() -> None:
     def forget_length(scheduler: Scheduler, sequence: Sequence) -> bool:
-        return sequence.needs_known_tokens or (scheduler.drafter is not None and sequence.is_plain_greedy)
+        return sequence.needs_known_tokens or (scheduler.drafter is not None and scheduler.drafter.may_draft(sequence))
 
     assert_found_in_flight(
         lambda patch: patch.setattr(Scheduler, "_must_know_token", forget_length), "sampled after the last one"

@@ -14,15 +14,16 @@ from engine.engine import Engine
 from engine.kv.page_copies import PageCopies
 from engine.llm import LLM
 from engine.request import EngineRequest
-from engine.sampling.sampler import NO_TOKEN, Sampler
+from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams
 from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput, StepTimes
-from engine.worker.model_runner import ModelRunner, _PendingSample
+from engine.worker.model_runner import ModelRunner
 from engine.worker.model_shard import PROMPT_LOGITS_AT_ONCE
 from engine.worker.step_plan import StepPlan
 from engine.worker.step_planner import StepPlanner
 from engine.worker.warm_up import WarmUp
 from tests.engine.conftest import SavedModel
+from tests.engine.sampling.batches import make_sequence
 
 NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3}
 
@@ -185,7 +186,7 @@ def test_the_warm_up_measures_the_logits_after_drafts(
     monkeypatch.setattr(Sampler, "warm_up", lambda self, rows, max_logprobs: sampled.append((rows, max_logprobs)))
     WarmUp(worker.shard).run_largest_step()
     assert sizes == [min(PROMPT_LOGITS_AT_ONCE, max_num_batched_tokens), num_rows]
-    assert sampled == [(min(5, max_num_batched_tokens), -1)]
+    assert sampled == [(num_rows, -1)]
 
 
 def test_a_nan_after_a_draft_token_ends_the_draft_and_no_answer(
@@ -197,24 +198,26 @@ def test_a_nan_after_a_draft_token_ends_the_draft_and_no_answer(
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     expected = LLM(qwen3.path, **options).generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids
     llm = LLM(qwen3.path, speculative_config=NGRAM | {"prompt_lookup_min": 1}, **options)
-    argmax_tokens, argmaxima = Sampler.argmax_tokens, []
+    start, spoiled = Sampler.start, []
 
-    def spoil(sampler: Sampler, logits: torch.Tensor) -> torch.Tensor:
-        logits[1:2] = torch.nan
-        argmaxima.append(argmax_tokens(sampler, logits))
-        return argmaxima[-1]
+    def spoil(sampler: Sampler, logits: torch.Tensor, sequences: Any, *rest: Any) -> Any:
+        if len(sequences) > 2:
+            logits[2] = torch.nan
+            spoiled.append(len(sequences))
+        return start(sampler, logits, sequences, *rest)
 
-    monkeypatch.setattr(Sampler, "argmax_tokens", spoil)
+    monkeypatch.setattr(Sampler, "start", spoil)
     assert llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids == expected
-    assert any(tokens[1:2].tolist() == [-1] for tokens in argmaxima)
+    assert spoiled
 
 
 def test_the_tokens_after_a_draft_end_before_the_first_that_is_none() -> None:
-    tokens = torch.tensor([9, 5, 6, NO_TOKEN, 7])  # of the sequence that samples, then of two drafts
-    sampler: Any = SimpleNamespace(
-        argmax_tokens=lambda logits: logits[:, 0],
-        start=lambda *_: SimpleNamespace(on_device=None, finish=lambda wait: SampledTokens([9])),
-    )
-    output: Any = SimpleNamespace(sampling=["a"], drafts={"a": [5, 6], "b": [1, 2]})
-    pending = _PendingSample(sampler, tokens[:, None], output, None)
-    assert pending.finish(lambda: None).after_drafts == {"a": [5, 6], "b": []}
+    wants = [make_sequence(logprobs=1), make_sequence()]
+    logprobs: list[Any] = [{9: 1}, None, {5: 2}, {6: 3}, None, None, None]
+    # Of the sequences that sample, then after the drafts of two of them.
+    sampled = SampledTokens([9, 8, 5, 6, 0, 7, 4], logprobs, failed={4: "no choice", 6: "no choice"})
+    drafts = {wants[0]: [5, 6, 7], wants[1]: [1, 2]}
+    sampled.take_after_drafts(drafts)
+    assert sampled.after_drafts == {wants[0]: [5, 6], wants[1]: [7]}
+    assert sampled.logprobs_after_drafts == {wants[0]: [{5: 2}, {6: 3}]}
+    assert (sampled.token_ids, sampled.logprobs, sampled.failed) == ([9, 8], [{9: 1}, None], {})

@@ -89,13 +89,3 @@ def test_logits_are_kept_only_where_a_token_may_be_undecided(
         assert (alive() is not None) == is_kept
         wait_for_device(device)
         assert len(pending.finish(lambda: None).token_ids) == 3
-
-
-def test_the_most_likely_tokens_after_drafts(
-    ops: SamplingOps, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("engine.sampling.sampler.select_sampling_ops", lambda device_type: ops)
-    logits = random_logits(4, 0, vocab_size=VOCAB_SIZE).to(kernel_device)
-    logits[2, 7] = torch.nan
-    expected = logits.argmax(dim=1).index_fill_(0, torch.tensor([2], device=kernel_device), -1)
-    assert torch.equal(Sampler(VOCAB_SIZE, kernel_device).argmax_tokens(logits), expected.cpu())

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
-from engine.scheduling import ngram_proposer
-from engine.scheduling.ngram_proposer import NgramIndex, NgramProposer
+from engine.scheduling.drafting import ngram_proposer
+from engine.scheduling.drafting.ngram_proposer import NgramIndex, NgramProposer
 from engine.sequence import Sequence, SequenceGroup
 
 

@@ -1,15 +1,20 @@
 """Drafter: which sequences compute draft tokens in a step, and which of these are accepted.
 
-A proposer guesses the next tokens of a sequence: its draft. One step computes them after the last known token, and the
-model then gives its own most likely token after each of them:
+A proposer guesses the next tokens of a sequence: its draft. One step computes them after the last known token, and
+samples after each of them, as if the draft were right up to there:
 
-    known, last   | draft                    the most likely token after each
+    known, last   | draft                    the token sampled after each
     ... t         | a    b    c    d         t -> a,  a -> b,  b -> x,  c -> ?,  d -> ?
 
-The model agrees with ``a`` and ``b``, and ``x`` follows them: the sequence gets a, b and x in this step. The slots of c
-and d hold K and V of rejected tokens. The next tokens of the sequence overwrite them, and no block is published before
-its tokens are known. Only greedy sequences get drafts, so their answers are the same as without. This is speculative
-decoding (Leviathan et al., 2023) at temperature 0.
+The samples agree with ``a`` and ``b``, and ``x`` follows them: the sequence gets a, b and x in this step. The slots of
+c and d hold K and V of rejected tokens. The next tokens of the sequence overwrite them, and no block is published
+before its tokens are known.
+
+A sample is a pure function of the logits, the parameters, the seed and the tokens before it. After ``a`` it is drawn
+from a *continuation*: a copy of the sequence that ends with ``a``, whose grammar has accepted ``a`` too. So penalties,
+masks and noise are those of a step without drafts, and the answer is the same, with any parameters. This is
+speculative decoding (Leviathan et al., 2023) with equality as the test. Beams get no drafts: a search keeps several
+tokens after each, not one that a draft could equal.
 
 Drafts use what the batch leaves of the token budget, and blocks that no sequence of the batch needs for its next step.
 Blocks that only rejected draft tokens use are freed at the end of the step. This module knows no tensors.
@@ -22,6 +27,8 @@ from collections.abc import Sequence as GenericSequence
 from typing import Protocol
 
 from engine.kv.block_manager import BlockManager
+from engine.scheduling.drafting.continuations import continuations_of
+from engine.scheduling.sampled_results import record_logprobs
 from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput
 from engine.scheduling.step_builder import StepBuilder
 from engine.sequence import Sequence
@@ -50,18 +57,25 @@ class Drafter:
         self.num_tokens = num_tokens
         self._blocks = block_manager
 
+    @staticmethod
+    def may_draft(sequence: Sequence) -> bool:
+        """Whether the sequence may get drafts: it is no beam, and its request has forked the answers it needs."""
+        group = sequence.group
+        return group.is_forked and group.beams is None
+
     def add_drafts(self, step: StepBuilder) -> None:
         """Add drafts to a batch that is otherwise complete, and allocate their blocks."""
         if step.token_budget < 1:
             return
         num_blocks = self._blocks.num_growable_blocks - step.max_blocks_needed()
         for index, sequence in enumerate(step.running):
-            if step.num_new_tokens[index] != 1 or index in step.not_sampling or not sequence.is_plain_greedy:
+            if step.num_new_tokens[index] != 1 or index in step.not_sampling or not self.may_draft(sequence):
                 continue
-            draft = self._propose(sequence, step, num_blocks)
-            if draft and (self._blocks.states is None or self._blocks.states.back_up(sequence)):
+            continuations = continuations_of(sequence, self._propose(sequence, step, num_blocks))
+            if continuations and (self._blocks.states is None or self._blocks.states.back_up(sequence)):
+                draft = continuations[-1].token_ids[len(sequence.token_ids) :]
                 num_blocks -= self._blocks.extend(sequence, sequence.num_tokens + len(draft))
-                step.add_draft(index, draft)
+                step.add_draft(index, draft, continuations)
 
     def _propose(self, sequence: Sequence, step: StepBuilder, num_blocks: int) -> list[int]:
         """Return a draft that fits the rest of the step and this many further blocks."""
@@ -74,7 +88,7 @@ class Drafter:
         return self.proposer.propose(sequence, limit)[:num_slots]
 
     def accept(self, output: SchedulerOutput, sampled: SampledTokens) -> list[Sequence]:
-        """Append the accepted draft tokens to their sequences, after the token that each has sampled.
+        """Append what was sampled after the right draft tokens to their sequences, after the token that each has.
 
         Returns:
             The sequences that end with one of them.
@@ -82,8 +96,9 @@ class Drafter:
         ended = []
         for sequence, draft in output.drafts.items():
             was_finished = sequence.is_finished
-            num_accepted = 0 if was_finished else _append_accepted(sequence, draft, sampled.after_drafts[sequence])
-            output.num_accepted[sequence] = num_accepted
+            num_accepted = 0
+            if not was_finished:
+                output.num_accepted[sequence] = num_accepted = _append_accepted(sequence, output, sampled)
             sequence.num_computed_tokens += num_accepted
             self._blocks.free_draft_blocks(sequence)
             if self._blocks.states is not None:
@@ -109,25 +124,31 @@ class Drafter:
         sequence.next_block_boundary = 0  # it must be scheduled, like a prefill
 
 
-def _append_accepted(sequence: Sequence, draft: list[int], after_draft: GenericSequence[int]) -> int:
-    """Append the accepted tokens to the sequence until it ends; return their number."""
+def _append_accepted(sequence: Sequence, output: SchedulerOutput, sampled: SampledTokens) -> int:
+    """Append the tokens sampled after right draft tokens until the sequence ends; return their number."""
     num_accepted = 0
-    for token_id in accepted_tokens(sequence.token_ids[-1], draft, after_draft):
+    draft, continuations = output.drafts[sequence], output.continuations[sequence]
+    logprobs = sampled.logprobs_after_drafts.get(sequence)
+    accepted = accepted_tokens(sequence.token_ids[-1], draft, sampled.after_drafts[sequence])
+    for index, token_id in enumerate(accepted):
+        if logprobs is not None:
+            record_logprobs(sequence, logprobs[index])
+        sequence.grammar = continuations[index].grammar  # it has made the mask for this token
         sequence.token_ids.append(token_id)
-        num_accepted += 1
         sequence.check_end(token_id)
+        num_accepted += not sequence.has_failed  # if it has, the token is removed again
         if sequence.is_finished:
             break
     return num_accepted
 
 
 def accepted_tokens(token_id: int, draft: list[int], after_draft: GenericSequence[int]) -> Iterator[int]:
-    """Yield the tokens that follow ``token_id`` where the model agrees with the draft.
+    """Yield the tokens that follow ``token_id`` as far as the samples agree with the draft.
 
     Args:
-        token_id: the token that the model chose where the draft begins.
+        token_id: what was sampled where the draft begins.
         draft: the draft tokens.
-        after_draft: the model's most likely token after each of them; shorter if there is none.
+        after_draft: what was sampled after each of them; shorter if there is none.
     """
     for draft_token, following in zip(draft, after_draft, strict=False):
         if draft_token != token_id:

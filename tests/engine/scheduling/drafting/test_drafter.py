@@ -12,7 +12,7 @@ from engine.options.thinking_budget import ThinkingBudget
 from engine.outputs import EngineOutput, FinishReason
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
-from engine.scheduling.drafter import accepted_tokens
+from engine.scheduling.drafting.drafter import accepted_tokens
 from engine.scheduling.scheduler_output import SchedulerOutput
 from engine.sequence import Sequence
 from tests.engine.shadow import ShadowRunner, check_integrity, make_engine, run_to_end
@@ -134,19 +134,6 @@ def test_no_token_follows_a_stop_token_in_a_right_draft() -> None:
         assert len(engine.block_manager.prefix_cache.published_hashes()) == 2
 
 
-def test_min_tokens_prevent_drafts_only_while_a_token_is_masked() -> None:
-    expected = make_engine()[1].answer(PROMPT, 20)
-    stop = expected[9]
-    assert stop not in expected[:9]
-    for params, sizes in (
-        (greedy(max_tokens=12, min_tokens=4, stop_token_ids=[stop]), [1, 1, 1, 1, 5, 1]),
-        (greedy(max_tokens=11, min_tokens=11), [1, 5, 5]),  # there is no token to mask
-    ):
-        engine, _ = start(4)
-        engine.add_request(EngineRequest("a", PROMPT, params))
-        assert [len(output.token_ids) for (output,) in steps(engine)] == sizes
-
-
 @pytest.mark.parametrize("max_tokens", range(1, 8))
 def test_a_draft_ends_before_the_answer_does(max_tokens: int) -> None:
     engine, runner = start(20, max_model_len=10)
@@ -169,16 +156,26 @@ def test_a_draft_ends_before_the_answer_does(max_tokens: int) -> None:
         {"bad_words_token_ids": ((3, 4),)},
         {"logprobs": 0},
         {"thinking_budget": ThinkingBudget(20, 9)},
-        {"beam_width": 1},
-        {"beam_width": 2},
         {"temperature": 1, "n": 2},
+        {"temperature": 1, "best_of": 2},
+        {"min_tokens": 8, "stop_token_ids": [1]},
     ],
     ids=repr,
 )
-def test_only_sequences_that_take_the_most_likely_token_get_drafts(params: dict[str, Any]) -> None:
+def test_sequences_with_any_parameters_get_drafts(params: dict[str, Any]) -> None:
     engine, _ = start(4)
     seen = watch(engine)
-    engine.add_request(EngineRequest("other", PROMPT, SamplingParams(**{"temperature": 0, "max_tokens": 8} | params)))
+    engine.add_request(EngineRequest("a", PROMPT, SamplingParams(**{"temperature": 0, "max_tokens": 8} | params)))
+    steps(engine)
+    drafted = {sequence.index for output in seen for sequence in output.drafts}
+    assert drafted == set(range(params.get("n") or params.get("best_of") or 1))
+
+
+@pytest.mark.parametrize("beam_width", [1, 2])
+def test_beams_get_no_drafts(beam_width: int) -> None:
+    engine, _ = start(4)
+    seen = watch(engine)
+    engine.add_request(EngineRequest("beams", PROMPT, greedy(max_tokens=8, beam_width=beam_width)))
     engine.add_request(EngineRequest("greedy", PROMPT, greedy(max_tokens=8)))
     steps(engine)
     assert {sequence.request_id for output in seen for sequence in output.drafts} == {"greedy"}

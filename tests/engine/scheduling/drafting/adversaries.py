@@ -1,0 +1,63 @@
+"""Proposers for tests: they know the answers, and propose right, wrong, random and illegal tokens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as GenericSequence
+
+from engine.llm import LLM, RequestOutput
+from engine.sequence import Sequence
+
+__all__ = ["PROPOSERS", "Adversary", "let_draft"]
+
+PROPOSERS = ("truth", "wrong", "random", "illegal", "mixed")
+
+
+class Adversary:
+    """Proposes tokens of one kind after every sequence.
+
+    Args:
+        kind: ``truth``: the answer; ``wrong``: never the answer; ``random``: any tokens; ``illegal``: the tokens that
+            end answers and those that the sequence's parameters forbid; ``mixed``: each token is of any of these kinds.
+        answers: of requests, which must have different prompts.
+        vocab_size: of the model.
+        seed: of what is drawn.
+    """
+
+    def __init__(self, kind: str, answers: GenericSequence[RequestOutput], vocab_size: int, seed: int) -> None:
+        self._kind, self._vocab_size, self._rng = kind, vocab_size, random.Random(seed)
+        self._known = {
+            (tuple(answer.prompt_token_ids), completion.index): completion.token_ids
+            for answer in answers
+            for completion in answer.outputs
+        }
+
+    def propose(self, sequence: Sequence, limit: int) -> list[int]:
+        """Return ``limit`` tokens, or fewer where an answer ends."""
+        key = tuple(sequence.token_ids[: sequence.num_prompt_tokens]), sequence.index
+        right = self._known.get(key, [])[sequence.num_output_tokens :][:limit]
+        if self._kind == "truth":
+            return list(right)
+        right = right + [0] * (limit - len(right))
+        return [self._token(sequence, token_id) for token_id in right]
+
+    def _token(self, sequence: Sequence, right: int) -> int:
+        kind = self._kind
+        if kind == "mixed":
+            kind = self._rng.choice(("truth", "truth", "truth", "truth", "wrong", "random", "illegal"))
+        if kind == "truth":
+            return right
+        if kind == "wrong":
+            return (right + 1 + self._rng.randrange(self._vocab_size - 1)) % self._vocab_size
+        if kind == "illegal":
+            params = sequence.params
+            banned = [word[-1] for word in params.bad_words_token_ids or ()]
+            return self._rng.choice([*sequence.stop_token_ids, *banned, self._rng.randrange(self._vocab_size)])
+        return self._rng.randrange(self._vocab_size)
+
+
+def let_draft(llm: LLM, kind: str, answers: GenericSequence[RequestOutput], seed: int = 0) -> None:
+    """Let an engine with ``speculative_config`` draft what an adversary proposes."""
+    drafter = llm.engine.scheduler.drafter
+    assert drafter is not None
+    drafter.proposer = Adversary(kind, answers, llm.engine.info.vocab_size, seed)

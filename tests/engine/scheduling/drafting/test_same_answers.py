@@ -1,0 +1,190 @@
+"""With drafts, an answer is the one without them, bit for bit: with any parameters, whatever the drafts are."""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine.llm import LLM, RequestOutput
+from engine.options.structured_outputs import StructuredOutputsParams
+from engine.options.thinking_budget import ThinkingBudget
+from engine.outputs import TokenLogprobs
+from engine.sampling_params import SamplingParams
+from engine.scheduling.drafting.drafter import Drafter
+from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput
+from engine.sequence import Sequence
+from kernels.cpu.library import library
+from tests.engine.oracle import check_idle, make_llm
+from tests.engine.scheduling.drafting.adversaries import PROPOSERS, let_draft
+
+# Without the C kernels a row's bits depend on the other rows of its step.
+pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compiler")
+
+DEMO_MODEL = str(Path(__file__).parents[4] / "demo" / "model")
+TOKENS = st.integers(5, 400)
+GRAMMARS = [
+    StructuredOutputsParams(regex=r"[A-Z][a-z]{2,8} \d{3}-\d{4}"),
+    StructuredOutputsParams(choice=["red", "green", "blue green", "blue"]),
+    StructuredOutputsParams(grammar='start: NUM ("+" NUM){0,3}\nNUM: /[0-9]{1,4}/'),
+    StructuredOutputsParams(json_object=True),
+]
+PROMPTS = ["What does the router do?", "the cat and the cat and the", "a b c d a b c d a b", "Blocks", "1, 2, 3, 4, 5,"]
+# Drafts beside chunks of prompts, in a pool that preempts, and with steps that overlap.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "small": {"num_blocks": 48, "block_size": 4, "max_num_batched_tokens": 40, "max_num_seqs": 8},
+    "overlapping": {"async_scheduling": True, "max_num_seqs": 16},
+}
+
+OPTIONAL: dict[str, st.SearchStrategy[Any]] = {
+    "top_k": st.sampled_from([1, 3, 40]),
+    "top_p": st.sampled_from([0.3, 0.9]),
+    "min_p": st.sampled_from([0.05, 0.5]),
+    "presence_penalty": st.sampled_from([-1.5, 1.5]),
+    "frequency_penalty": st.sampled_from([-0.5, 1.0]),
+    "repetition_penalty": st.sampled_from([0.8, 1.3]),
+    "logit_bias": st.dictionaries(TOKENS, st.sampled_from([-100.0, 2.5]), max_size=3),
+    "allowed_token_ids": st.just(list(range(300))),
+    "bad_words_token_ids": st.lists(st.lists(st.integers(0, 300), min_size=1, max_size=2), max_size=60),
+    "min_tokens": st.integers(0, 14),
+    "stop_token_ids": st.lists(TOKENS, max_size=12),
+    "stop": st.sampled_from([("e",), ("the", "a "), ("\n",)]),
+    "ignore_eos": st.booleans(),
+    "logprobs": st.sampled_from([0, 3]),
+    "prompt_logprobs": st.just(1),
+    "logprob_token_ids": st.just((9, 300)),
+    "structured_outputs": st.sampled_from(GRAMMARS),
+    "thinking_budget": st.builds(ThinkingBudget, st.integers(0, 9), st.integers(5, 99), st.none() | st.just(262)),
+    "n": st.integers(2, 3),
+    "best_of": st.integers(3, 4),
+    "seed": st.integers(0, 2**63 - 1),
+}
+
+
+@st.composite
+def params(draw: st.DrawFn) -> SamplingParams:
+    """Draw parameters; those that exclude each other are left out."""
+    names = draw(st.lists(st.sampled_from(sorted(OPTIONAL)), unique=True, max_size=6))
+    values: dict[str, Any] = {name: draw(OPTIONAL[name]) for name in names}
+    values["temperature"] = draw(st.sampled_from([0.0, 0.3, 0.8, 1.5]))
+    values["max_tokens"] = draw(st.integers(max(1, values.get("min_tokens", 1)), 24))
+    if not values["temperature"]:
+        values.pop("n", None)
+        values.pop("best_of", None)
+    if "structured_outputs" in values:
+        values.pop("thinking_budget", None)
+    if "logprobs" not in values:
+        values.pop("logprob_token_ids", None)
+    return SamplingParams(**values)
+
+
+class Acceptance(Counter[str]):
+    """Counts the draft tokens of every engine, and the accepted ones."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        accept = Drafter.accept
+
+        def counting(drafter: Drafter, output: SchedulerOutput, sampled: SampledTokens) -> list[Sequence]:
+            ended = accept(drafter, output, sampled)
+            self["drafted"] += output.num_draft_tokens
+            self["accepted"] += sum(output.num_accepted.values())
+            return ended
+
+        monkeypatch.setattr(Drafter, "accept", counting)
+
+
+class Engines:
+    """One engine without drafts, and one with drafts for each of ``SETTINGS``."""
+
+    def __init__(self, dtype: str) -> None:
+        def load(**options: Any) -> LLM:
+            sizes = {} if "num_blocks" in options else {"kv_cache_memory": "8MiB"}
+            return make_llm(DEMO_MODEL, dtype=dtype, skip_tokenizer_init=False, max_model_len=160, **sizes | options)
+
+        drafts = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 5}}
+        self.plain = load()
+        self.drafting = {name: load(**options | drafts) for name, options in SETTINGS.items()}
+
+    def close(self) -> None:
+        """End the processes of the engines."""
+        for llm in (self.plain, *self.drafting.values()):
+            llm.engine.close()
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def engines(request: pytest.FixtureRequest) -> Iterator[Engines]:
+    engines = Engines(request.param)
+    yield engines
+    engines.close()
+
+
+def _bytes(logprobs: TokenLogprobs | None) -> Any:
+    if logprobs is None:
+        return None
+    return [
+        (token_id, struct.pack("d", logprob.logprob), logprob.rank, logprob.decoded_token)
+        for token_id, logprob in logprobs.items()
+    ]
+
+
+def all_bytes(outputs: list[RequestOutput]) -> list[Any]:
+    """Return everything that a client sees of the answers."""
+    return [
+        (
+            list(map(_bytes, output.prompt_logprobs or ())),
+            [
+                (
+                    answer.token_ids,
+                    answer.text,
+                    answer.finish_reason,
+                    answer.stop_reason,
+                    None if answer.cumulative_logprob is None else struct.pack("d", answer.cumulative_logprob),
+                    list(map(_bytes, answer.logprobs or ())),
+                )
+                for answer in output.outputs
+            ],
+        )
+        for output in outputs
+    ]
+
+
+def generate(llm: LLM, requests: list[SamplingParams]) -> list[RequestOutput]:
+    """Answer a prompt for each of these parameters, and find nothing left."""
+    prompts: list[Any] = [f"{number}. {PROMPTS[number % len(PROMPTS)]}" for number in range(len(requests))]
+    llm.engine._random.seed(0)  # of requests without a seed
+    outputs = llm.generate(prompts, requests, use_tqdm=False)
+    check_idle(llm)
+    return outputs
+
+
+def check_same(engines: Engines, requests: list[SamplingParams], kinds: tuple[str, ...], seed: int = 0) -> None:
+    """Assert that drafts of these kinds change nothing in any setting."""
+    expected = generate(engines.plain, requests)
+    for name, llm in engines.drafting.items():
+        for kind in kinds:
+            let_draft(llm, kind, expected, seed)
+            assert all_bytes(generate(llm, requests)) == all_bytes(expected), (name, kind)
+
+
+@given(requests=st.lists(params(), min_size=1, max_size=4), kind=st.sampled_from(PROPOSERS), seed=st.integers(0, 99))
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+def test_any_parameters_with_any_drafts(
+    engines: Engines, requests: list[SamplingParams], kind: str, seed: int
+) -> None:
+    check_same(engines, requests, (kind,), seed)
+
+
+@pytest.mark.exhaustive("400 batches of requests in five minutes")
+@given(requests=st.lists(params(), min_size=1, max_size=8), kind=st.sampled_from(PROPOSERS), seed=st.integers(0, 99))
+@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+def test_many_parameters_with_any_drafts(
+    engines: Engines, requests: list[SamplingParams], kind: str, seed: int
+) -> None:
+    check_same(engines, requests, (kind,), seed)
