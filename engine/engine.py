@@ -25,8 +25,10 @@ from engine.observability.observer import EngineObservers
 from engine.observability.sharing_log import SharingLog
 from engine.outputs import FinishReason, StepOutputs
 from engine.request import EngineRequest, RequestValidator
-from engine.scheduling.drafting.drafter import Drafter
+from engine.scheduling.drafting.drafter import Drafter, Proposer
 from engine.scheduling.drafting.ngram_proposer import NgramProposer
+from engine.scheduling.drafting.payoff import Payoff
+from engine.scheduling.drafting.prediction_proposer import PredictionProposer
 from engine.scheduling.prefill_backlog import PrefillBacklog
 from engine.scheduling.prefill_pace import PrefillPace
 from engine.scheduling.queue_limits import QueueLimits
@@ -319,7 +321,8 @@ class Engine:
         for sequence in updated:
             if sequence.is_finished and sequence.group.is_finished and sequence.request_id in self._groups:
                 self._remove(sequence.group)
-        return step_outputs(updated, output.num_accepted)
+        predicted = output.drafts_by("prediction") if output.drafts else None
+        return step_outputs(updated, output.num_accepted, predicted)
 
     def reset_prefix_cache(self) -> None:
         """Drop every cached prefix, after the weights have changed for example. Running requests continue."""
@@ -376,8 +379,10 @@ def _new_scheduler(config: EngineConfig, info: EngineInfo, block_manager: BlockM
         target_s = None if target is None else target / 1e3
         pace = PrefillPace(info.free_tokens, config.max_decode_slowdown, target_s)
     if (options := config.speculation) is not None:
-        proposer = NgramProposer(options.prompt_lookup_min, options.prompt_lookup_max)
-        drafter = Drafter(block_manager, proposer, options.num_speculative_tokens)
+        ngrams = NgramProposer(options.prompt_lookup_min, options.prompt_lookup_max)
+        proposers: dict[str, Proposer] = {"prediction": PredictionProposer(), "ngram": ngrams}
+        payoff = None if config.max_decode_slowdown is None else Payoff(info.free_tokens)
+        drafter = Drafter(block_manager, proposers, options.num_speculative_tokens, payoff)
     return Scheduler(
         block_manager,
         max_num_seqs=config.max_num_seqs,

@@ -60,6 +60,8 @@ class EngineOutput(Struct, array_like=True, forbid_unknown_fields=True, gc=False
     cumulative_logprob: float | None = None  # of the whole answer so far, if logprobs are computed
     timing: RequestTiming | None = None  # with an answer's first output, and with the request's last one
     replica: str = ""  # name of the replica that generated them, where there are several
+    num_accepted_predicted: int = 0  # tokens of the request's prediction that became tokens of this output
+    num_rejected_predicted: int = 0  # and those that were tried beside them in vain
 
     @classmethod
     def join(cls, outputs: Sequence[EngineOutput], replica: str = "") -> EngineOutput:
@@ -78,6 +80,8 @@ class EngineOutput(Struct, array_like=True, forbid_unknown_fields=True, gc=False
             last.cumulative_logprob,
             last.timing or first.timing,
             replica,
+            sum(output.num_accepted_predicted for output in outputs),
+            sum(output.num_rejected_predicted for output in outputs),
         )
 
 

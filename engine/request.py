@@ -33,6 +33,7 @@ class EngineRequest(Struct, frozen=True, array_like=True, forbid_unknown_fields=
         output_token_ids: tokens that a lost engine has already generated for this request. The answer continues
             after them as if this engine had generated them: penalties, the grammar, the positions of seeded sampling,
             ``min_tokens`` and ``max_tokens`` count them too.
+        prediction_token_ids: what the client expects as the answer. It makes drafts, and changes no answer.
     """
 
     request_id: str
@@ -42,6 +43,7 @@ class EngineRequest(Struct, frozen=True, array_like=True, forbid_unknown_fields=
     cache_salt: str = ""
     client: str = ""
     output_token_ids: list[int] = []
+    prediction_token_ids: list[int] = []
 
     @property
     def num_tokens(self) -> int:
@@ -201,6 +203,7 @@ class RequestValidator(PromptValidator):
         num_prompt_tokens, num_output_tokens = len(request.prompt_token_ids), len(request.output_token_ids)
         self.check_token_ids("prompt", request.prompt_token_ids)
         self.check_token_ids("output", request.output_token_ids)
+        self.check_token_ids("prediction", request.prediction_token_ids)
         self.check_params(params)
         self._check_length(num_prompt_tokens, num_output_tokens)
         self._check_num_sequences(num_prompt_tokens, params)

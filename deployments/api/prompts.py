@@ -7,7 +7,7 @@ rejects an invalid request before it is sent to an engine. It knows nothing of H
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -77,7 +77,7 @@ class PromptBuilder:
 
         def build(tokenizer: Tokenizer) -> Prompt:
             token_ids = self._truncated(self._render(request, tokenizer, _max_contexts(request)), request)
-            prompt = self._build(token_ids, request, "messages")
+            prompt = self._build(token_ids, request, "messages", self._predicted(request, tokenizer))
             return replace(prompt, echo_text=request.messages[-1].text) if request.echoes else prompt
 
         return [await self.run_with_tokenizer(build, cost=_cost(request))]
@@ -241,9 +241,17 @@ class PromptBuilder:
                 remedy="shorten it",
             )
 
-    def _build(self, token_ids: list[int], body: GenerationRequest, param: str) -> Prompt:
+    def _predicted(self, request: ChatRequest, tokenizer: Tokenizer) -> list[int]:
+        """Return the tokens of the answer that the client expects; none if it expects none."""
+        text = "" if request.prediction is None else request.prediction.text
+        self._check_length(len(text), "prediction", 1)
+        return _encode(text, tokenizer, add_special_tokens=False)
+
+    def _build(
+        self, token_ids: list[int], body: GenerationRequest, param: str, predicted: Sequence[int] = ()
+    ) -> Prompt:
         self._validator.check_prompt(token_ids, param)
-        request = EngineRequest("", token_ids, cache_salt=body.cache_salt or "")
+        request = EngineRequest("", token_ids, cache_salt=body.cache_salt or "", prediction_token_ids=list(predicted))
         self._validator.check_cache_key(request)
         return Prompt(request, hash_blocks(token_ids, self.info.block_size, request.cache_root(self.info.model)))
 

@@ -40,6 +40,8 @@ class Usage:
     prompt_tokens: int
     cached_tokens: int  # of the prompt, from the prefix cache
     completion_tokens: int
+    accepted_predicted: int = 0  # tokens of the client's prediction
+    rejected_predicted: int = 0
 
     @classmethod
     def of(cls, generations: Sequence[Generation], num_generated: int) -> Usage:
@@ -49,6 +51,8 @@ class Usage:
             sum(len(generation.prompt.token_ids) for generation in firsts),
             sum(generation.num_cached_tokens for generation in firsts),
             sum(len(generation.token_ids) for generation in generations),
+            sum(generation.num_accepted_predicted for generation in generations),
+            sum(generation.num_rejected_predicted for generation in generations),
         )
 
 

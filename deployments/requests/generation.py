@@ -91,6 +91,7 @@ class Generation:
         self.logprobs: list[TokenLogprobs] = []  # of token_ids, if requested and kept
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None  # if requested; the first token has none
         self.num_cached_tokens = 0
+        self.num_accepted_predicted = self.num_rejected_predicted = 0  # tokens of the request's prediction
         self.finish_reason: str | None = None
 
     @property
@@ -171,6 +172,8 @@ class Generation:
         if not self.token_ids:
             self.num_cached_tokens = output.num_cached_tokens
         self.replica = output.replica
+        self.num_accepted_predicted += output.num_accepted_predicted
+        self.num_rejected_predicted += output.num_rejected_predicted
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
         if self._prompt_only:

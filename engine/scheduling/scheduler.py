@@ -181,16 +181,18 @@ class Scheduler:
         return updated
 
     def record_step(self, output: SchedulerOutput, times: StepTimes) -> None:
-        """Take in how long a step took, for the limit on prefills beside decodes."""
+        """Take in how long a step took, for the limits on prefills beside decodes and on drafts."""
         if self._pace is not None:
             self._pace.record_step(output.num_tokens, times.total)
+        if self.drafter is not None:
+            self.drafter.record_step(output, times.total)
 
     def _must_know_token(self, sequence: Sequence) -> bool:
         """Whether the next step must not compute a sequence's pending token: it is the last, or the host needs it."""
         return (
             len(sequence.token_ids) + sequence.num_pending >= sequence.max_total_tokens
             or sequence.needs_known_tokens
-            or (self.drafter is not None and self.drafter.may_draft(sequence))
+            or (self.drafter is not None and self.drafter.awaits_token(sequence))
         )
 
     def _apply(self, output: SchedulerOutput, sampled: SampledTokens) -> tuple[list[Sequence], list[Sequence]]:

@@ -28,6 +28,7 @@ class SchedulerOutput:
     drafts: dict[Sequence, list[int]] = field(default_factory=dict)
     # Each sequence as it would be after its first, second, ... draft token: the sampler samples from these too.
     continuations: dict[Sequence, list[Sequence]] = field(default_factory=dict)
+    proposers: dict[Sequence, str] = field(default_factory=dict)  # of each draft: who proposed it, by name
     # Tokens that each draft added to its sequence; set after the step, for sequences that it did not find ended.
     num_accepted: dict[Sequence, int] = field(default_factory=dict)
     sampling: list[Sequence] = field(default_factory=list)  # the sequences that sample a token
@@ -61,6 +62,14 @@ class SchedulerOutput:
     def num_tokens(self) -> int:
         """Tokens computed in the step."""
         return sum(self.num_new_tokens)
+
+    def drafts_by(self, proposer: str) -> dict[Sequence, tuple[int, int]]:
+        """Return the accepted and the rejected tokens of each of a proposer's drafts; call it after the step."""
+        return {
+            sequence: (accepted, len(self.drafts[sequence]) - accepted)
+            for sequence, accepted in self.num_accepted.items()
+            if self.proposers.get(sequence) == proposer
+        }
 
     @property
     def num_draft_tokens(self) -> int:

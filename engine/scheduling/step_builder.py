@@ -91,10 +91,12 @@ class StepBuilder:
         if not sequence.group.num_preemptions:
             sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
 
-    def add_draft(self, index: int, draft: list[int], continuations: list[Sequence]) -> None:
+    def add_draft(self, index: int, draft: list[int], continuations: list[Sequence], proposer: str) -> None:
         """Let a sequence compute draft tokens after its last token, and sample after each of them."""
-        self.output.drafts[self.running[index]] = draft
-        self.output.continuations[self.running[index]] = continuations
+        sequence = self.running[index]
+        self.output.drafts[sequence] = draft
+        self.output.continuations[sequence] = continuations
+        self.output.proposers[sequence] = proposer
         self.num_new_tokens[index] += len(draft)
         self.token_budget -= len(draft)
 

@@ -10,12 +10,17 @@ from engine.sequence import Sequence, SequenceGroup
 __all__ = ["step_outputs"]
 
 
-def step_outputs(updated: Iterable[Sequence], num_accepted: Mapping[Sequence, int]) -> StepOutputs:
+def step_outputs(
+    updated: Iterable[Sequence],
+    num_accepted: Mapping[Sequence, int],
+    predicted: Mapping[Sequence, tuple[int, int]] | None = None,
+) -> StepOutputs:
     """Return the outputs of a step.
 
     Args:
         updated: the sequences that sampled a token in the step, or ended without one.
         num_accepted: accepted draft tokens that some of them got in addition.
+        predicted: of drafts from the prediction of a request: the accepted and the rejected tokens.
     """
     step = StepOutputs()
     request_ids, token_ids, outputs = step.request_ids, step.token_ids, step.others
@@ -30,6 +35,8 @@ def step_outputs(updated: Iterable[Sequence], num_accepted: Mapping[Sequence, in
         if not group.outputs_at_end:
             has_token = not sequence.has_failed or sequence in num_accepted
             outputs.append(_sampled_output(sequence, has_token + num_accepted.get(sequence, 0)))
+            if predicted and sequence in predicted:
+                outputs[-1].num_accepted_predicted, outputs[-1].num_rejected_predicted = predicted[sequence]
         elif has_ended and group not in last:
             outputs += _best_answers(group)
         if has_ended:

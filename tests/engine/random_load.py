@@ -43,7 +43,7 @@ class RandomLoad:
             options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": num_draft_tokens}
         self.engine, self.runner = make_engine(**options)  # type: ignore[arg-type]
         if (drafter := self.engine.scheduler.drafter) is not None:
-            drafter.proposer = ShadowProposer(self.runner.ids)  # n-grams would hardly ever be right
+            drafter.proposers = {"test": ShadowProposer(self.runner.ids)}  # n-grams would hardly ever be right
         self.requests: dict[str, Expected] = {}
         self.counts: Counter[str] = Counter()  # what has happened, and how often
         self._steps = StepChecks(self.engine, self.runner, self.counts, twins_share=twins_share)

@@ -296,7 +296,10 @@ def make_engine(
         num_host_slots=num_host_slots,
     )
     runner = ShadowRunner(info)
-    return Engine(config, runner, sink, on_kv_events), runner
+    engine = Engine(config, runner, sink, on_kv_events)
+    if engine.scheduler.drafter is not None:
+        engine.scheduler.drafter.payoff = None
+    return engine, runner
 
 
 def check_integrity(engine: Engine) -> None:

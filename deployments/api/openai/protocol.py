@@ -9,6 +9,7 @@ from pydantic import Field, PlainValidator, PrivateAttr, WithJsonSchema
 
 from deployments.api.openai.generation_request import NOT_OFFERED, GenerationRequest, StreamOptions
 from deployments.api.openai.messages import Conversation, Message
+from deployments.api.openai.prediction import Prediction
 from deployments.api.openai.tool_grammar import forced_calls
 from deployments.api.openai.tools import NamedChoice
 from deployments.errors import ApiError
@@ -110,6 +111,7 @@ class ChatRequest(Conversation, GenerationRequest):
     parallel_tool_calls: bool | None = None  # false: at most one call
     echo: bool = False  # the content starts with the message that is continued
     include_reasoning: bool = True
+    prediction: Prediction | None = None
     thinking_token_budget: Annotated[int, Field(ge=0, le=MAX_INT32)] | None = None  # then reasoning is ended
     _thinking_budget: ThinkingBudget | None = PrivateAttr(default=None)
 

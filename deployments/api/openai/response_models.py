@@ -49,16 +49,18 @@ class Usage(_Part):
     prompt_tokens_details: CachedTokens
 
 
-class ReasoningTokens(_Part):
-    """Tokens of the answers that are reasoning, with its markers."""
+class CompletionTokens(_Part):
+    """Tokens of the answers: those of reasoning, with its markers, and of the prediction."""
 
     reasoning_tokens: int
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
 
 
 class ChatUsage(Usage):
     """Token counts of chat answers."""
 
-    completion_tokens_details: ReasoningTokens
+    completion_tokens_details: CompletionTokens
 
 
 class RankedToken(_Part):

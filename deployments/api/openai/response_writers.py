@@ -121,10 +121,13 @@ class ChatWriter(ResponseWriter):
         return 0
 
     def usage_fields(self, usage: Usage) -> dict[str, Any]:
-        """As the base class, with the tokens of reasoning."""
-        return super().usage_fields(usage) | {
-            "completion_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens}
+        """As the base class, with the tokens of reasoning and of the prediction."""
+        details = {
+            "reasoning_tokens": self.num_reasoning_tokens,
+            "accepted_prediction_tokens": usage.accepted_predicted,
+            "rejected_prediction_tokens": usage.rejected_predicted,
         }
+        return super().usage_fields(usage) | {"completion_tokens_details": details}
 
     def _message(self, text: str, generation: Generation) -> dict[str, Any]:
         content = generation.prompt.echo_text + text

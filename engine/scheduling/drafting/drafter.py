@@ -27,7 +27,9 @@ from collections.abc import Sequence as GenericSequence
 from typing import Protocol
 
 from engine.kv.block_manager import BlockManager
+from engine.scheduling.drafting.acceptance import Acceptance
 from engine.scheduling.drafting.continuations import continuations_of
+from engine.scheduling.drafting.payoff import Payoff
 from engine.scheduling.sampled_results import record_logprobs
 from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput
 from engine.scheduling.step_builder import StepBuilder
@@ -48,44 +50,87 @@ class Drafter:
 
     Args:
         block_manager: allocates the blocks of drafts.
-        proposer: guesses the tokens.
+        proposers: guess the tokens, by name; the first that proposes any for a sequence is used.
         num_tokens: draft tokens of one sequence in a step, at most.
+        payoff: limits drafts to those that are expected to pay; None sets no such limit.
     """
 
-    def __init__(self, block_manager: BlockManager, proposer: Proposer, num_tokens: int) -> None:
-        self.proposer = proposer
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        proposers: dict[str, Proposer],
+        num_tokens: int,
+        payoff: Payoff | None = None,
+    ) -> None:
+        self.proposers = proposers
         self.num_tokens = num_tokens
         self._blocks = block_manager
+        self.payoff = payoff
+        self._acceptance = Acceptance()
 
     @staticmethod
     def may_draft(sequence: Sequence) -> bool:
-        """Whether the sequence may get drafts: it is no beam, and its request has forked the answers it needs."""
+        """Whether a sequence may ever get drafts: it is not a beam, and its request has forked all its answers."""
         group = sequence.group
         return group.is_forked and group.beams is None
+
+    def awaits_token(self, sequence: Sequence) -> bool:
+        """Whether the next token of a sequence must be known before the next step, because it may get a draft then."""
+        return self.may_draft(sequence) and self._acceptance.may_get_draft(sequence)
 
     def add_drafts(self, step: StepBuilder) -> None:
         """Add drafts to a batch that is otherwise complete, and allocate their blocks."""
         if step.token_budget < 1:
             return
         num_blocks = self._blocks.num_growable_blocks - step.max_blocks_needed()
+        num_tokens = sum(step.num_new_tokens)
+        num_expected = float(len(step.running) - len(step.not_sampling))  # tokens that the step gives
         for index, sequence in enumerate(step.running):
-            if step.num_new_tokens[index] != 1 or index in step.not_sampling or not self.may_draft(sequence):
+            if (
+                step.num_new_tokens[index] != 1
+                or index in step.not_sampling
+                or sequence.num_pending
+                or not self.may_draft(sequence)
+            ):
                 continue
-            continuations = continuations_of(sequence, self._propose(sequence, step, num_blocks))
+            limit, num_right = self._limit(sequence, step, num_blocks, num_tokens, num_expected)
+            name, proposed = self._propose(sequence, limit)
+            continuations = continuations_of(sequence, proposed)
+            self._acceptance.record_draft(sequence, has_draft=bool(continuations))
             if continuations and (self._blocks.states is None or self._blocks.states.back_up(sequence)):
                 draft = continuations[-1].token_ids[len(sequence.token_ids) :]
                 num_blocks -= self._blocks.extend(sequence, sequence.num_tokens + len(draft))
-                step.add_draft(index, draft, continuations)
+                step.add_draft(index, draft, continuations, name)
+                num_tokens, num_expected = num_tokens + len(draft), num_expected + num_right
 
-    def _propose(self, sequence: Sequence, step: StepBuilder, num_blocks: int) -> list[int]:
-        """Return a draft that fits the rest of the step and this many further blocks."""
+    def _limit(
+        self, sequence: Sequence, step: StepBuilder, num_blocks: int, num_tokens: int, num_expected: float
+    ) -> tuple[int, float]:
+        """Return how many draft tokens fit the rest of the step, these blocks and pay; and how many may be right."""
         # The step samples one token more than the draft has, and the last token of an answer is never computed.
         before_end = sequence.max_total_tokens - sequence.num_tokens - 1
-        limit = min(self.num_tokens, step.token_budget, step.chunk_limit - 1, before_end)
-        if limit < 1:
-            return []
         num_slots = (len(sequence.block_table) + max(0, num_blocks)) * self._blocks.block_size - sequence.num_tokens
-        return self.proposer.propose(sequence, limit)[:num_slots]
+        limit = max(0, min(self.num_tokens, step.token_budget, step.chunk_limit - 1, before_end, num_slots))
+        if self.payoff is None or not limit:
+            return limit, 0.0
+        rate = self._acceptance.rate(sequence)
+        paying, num_right = self.payoff.draft_tokens(rate, limit, num_tokens, num_expected)
+        if not paying and self._acceptance.is_retried(sequence):
+            return 1, rate
+        return paying, num_right
+
+    def _propose(self, sequence: Sequence, limit: int) -> tuple[str, list[int]]:
+        """Return the first draft that a proposer has, of up to ``limit`` tokens, and the proposer's name."""
+        if limit:
+            for name, proposer in self.proposers.items():
+                if draft := proposer.propose(sequence, limit):
+                    return name, draft
+        return "", []
+
+    def record_step(self, output: SchedulerOutput, seconds: float) -> None:
+        """Take in how long a step took, for the choice of drafts that pay."""
+        if self.payoff is not None:
+            self.payoff.record_step(output.num_tokens, seconds)
 
     def accept(self, output: SchedulerOutput, sampled: SampledTokens) -> list[Sequence]:
         """Append what was sampled after the right draft tokens to their sequences, after the token that each has.
@@ -99,6 +144,7 @@ class Drafter:
             num_accepted = 0
             if not was_finished:
                 output.num_accepted[sequence] = num_accepted = _append_accepted(sequence, output, sampled)
+                self._acceptance.record_outcome(sequence, num_accepted, len(draft))
             sequence.num_computed_tokens += num_accepted
             self._blocks.free_draft_blocks(sequence)
             if self._blocks.states is not None:

@@ -221,7 +221,7 @@ def test_guessed_tokens_and_those_gained_by_them() -> None:
     run_to_end(engine)
     assert not sink.counters.keys() & {m.DRAFT_TOKENS, m.ACCEPTED_TOKENS}  # its tokens are new
     assert engine.scheduler.drafter is not None
-    engine.scheduler.drafter.proposer = ShadowProposer(engine.runner.ids)  # type: ignore[attr-defined]
+    engine.scheduler.drafter.proposers = {"test": ShadowProposer(engine.runner.ids)}  # type: ignore[attr-defined]
     steps = len(sink.histograms[m.STEP_TOKENS])
     num_tokens = 0
     engine.add_request(EngineRequest("b", [1], SamplingParams(temperature=0, max_tokens=100)))

@@ -72,7 +72,7 @@ def test_drafts_lead_no_reasoning_beyond_its_budget(qwen3: SavedModel) -> None:
     assert END not in answer[:6]
     drafter = llm.engine.scheduler.drafter
     assert drafter is not None
-    drafter.proposer = known = Known(answer)
+    drafter.proposers = {"known": (known := Known(answer))}
     answers = _generate(llm, [PROMPT, PROMPT], [endless, limited])
     assert known.num_proposed
     assert answers[0] == answer

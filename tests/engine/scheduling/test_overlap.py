@@ -102,7 +102,7 @@ def test_a_request_that_is_aborted_with_drafts_in_flight_frees_its_states() -> N
     drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}
     engine, _, launched = overlapping(num_slots=6, speculative_config=drafts)
     add(engine, prompt=[1, 2, 1, 2, 1, 2], max_tokens=9, temperature=0)
-    engine.scheduler.drafter.proposer = _SameToken()  # type: ignore[union-attr]
+    engine.scheduler.drafter.proposers = {"test": _SameToken()}  # type: ignore[union-attr]
     while not (launched and launched[-1].drafts):
         engine.step()
     assert engine.abort("a")

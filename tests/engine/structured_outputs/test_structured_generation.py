@@ -142,7 +142,7 @@ def test_drafts_lead_no_answer_out_of_its_form(llm: LLM) -> None:
     speculation = {"method": "ngram", "num_speculative_tokens": 4}
     drafting = make_llm(DEMO_MODEL, skip_tokenizer_init=False, num_blocks=20, speculative_config=speculation)
     assert drafting.engine.scheduler.drafter is not None
-    drafting.engine.scheduler.drafter.proposer = Known(expected.token_ids)
+    drafting.engine.scheduler.drafter.proposers = {"test": Known(expected.token_ids)}
     [[answer]] = [output.outputs for output in drafting.generate("Write a number.", params, use_tqdm=False)]
     assert answer.token_ids == expected.token_ids
     check_text("regex", answer.text)

@@ -60,4 +60,4 @@ def let_draft(llm: LLM, kind: str, answers: GenericSequence[RequestOutput], seed
     """Let an engine with ``speculative_config`` draft what an adversary proposes."""
     drafter = llm.engine.scheduler.drafter
     assert drafter is not None
-    drafter.proposer = Adversary(kind, answers, llm.engine.info.vocab_size, seed)
+    drafter.proposers = {"test": Adversary(kind, answers, llm.engine.info.vocab_size, seed)}

@@ -37,7 +37,7 @@ def start(num_draft_tokens: int, *, wrong: Collection[int] = (), **options: Any)
     speculation = {"method": "ngram", "num_speculative_tokens": num_draft_tokens}
     engine, runner = make_engine(speculative_config=speculation, **options)
     assert engine.scheduler.drafter is not None
-    engine.scheduler.drafter.proposer = Oracle(runner, wrong)
+    engine.scheduler.drafter.proposers = {"test": Oracle(runner, wrong)}
     return engine, runner
 
 

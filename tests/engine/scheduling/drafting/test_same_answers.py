@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,8 @@ from engine.options.structured_outputs import StructuredOutputsParams
 from engine.options.thinking_budget import ThinkingBudget
 from engine.outputs import TokenLogprobs
 from engine.sampling_params import SamplingParams
-from engine.scheduling.drafting.drafter import Drafter
-from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput
-from engine.sequence import Sequence
 from kernels.cpu.library import library
+from tests.engine.models.test_speculative_generation import DraftCounter
 from tests.engine.oracle import check_idle, make_llm
 from tests.engine.scheduling.drafting.adversaries import PROPOSERS, let_draft
 
@@ -36,10 +33,11 @@ GRAMMARS = [
     StructuredOutputsParams(json_object=True),
 ]
 PROMPTS = ["What does the router do?", "the cat and the cat and the", "a b c d a b c d a b", "Blocks", "1, 2, 3, 4, 5,"]
-# Drafts beside chunks of prompts, in a pool that preempts, and with steps that overlap.
+# Drafts beside chunks of prompts in a pool that preempts, with steps that overlap, and as long as the clock says.
 SETTINGS: dict[str, dict[str, Any]] = {
     "small": {"num_blocks": 48, "block_size": 4, "max_num_batched_tokens": 40, "max_num_seqs": 8},
     "overlapping": {"async_scheduling": True, "max_num_seqs": 16},
+    "paying": {"max_decode_slowdown": 2.0},
 }
 
 OPTIONAL: dict[str, st.SearchStrategy[Any]] = {
@@ -82,22 +80,6 @@ def params(draw: st.DrawFn) -> SamplingParams:
     if "logprobs" not in values:
         values.pop("logprob_token_ids", None)
     return SamplingParams(**values)
-
-
-class Acceptance(Counter[str]):
-    """Counts the draft tokens of every engine, and the accepted ones."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().__init__()
-        accept = Drafter.accept
-
-        def counting(drafter: Drafter, output: SchedulerOutput, sampled: SampledTokens) -> list[Sequence]:
-            ended = accept(drafter, output, sampled)
-            self["drafted"] += output.num_draft_tokens
-            self["accepted"] += sum(output.num_accepted.values())
-            return ended
-
-        monkeypatch.setattr(Drafter, "accept", counting)
 
 
 class Engines:
@@ -173,11 +155,29 @@ def check_same(engines: Engines, requests: list[SamplingParams], kinds: tuple[st
             assert all_bytes(generate(llm, requests)) == all_bytes(expected), (name, kind)
 
 
+def test_right_drafts_are_accepted_and_wrong_ones_are_not(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every kind of parameter: otherwise the other tests of this file would compare nothing."""
+    drafts = DraftCounter(monkeypatch)
+    shared = {"temperature": 0.8, "seed": 1, "max_tokens": 16, "ignore_eos": True}
+    kinds: list[dict[str, Any]] = [
+        {"logprobs": 2},
+        {"top_k": 40, "top_p": 0.9, "min_p": 0.05},
+        {"frequency_penalty": 1.0, "repetition_penalty": 1.3},
+        {"structured_outputs": GRAMMARS[0]},
+        {"n": 2, "bad_words_token_ids": [[300], [9, 30]]},
+        {"thinking_budget": ThinkingBudget(4, 30), "min_tokens": 16},
+    ]
+    for kind in kinds:
+        for proposer in ("truth", "wrong"):
+            drafts.num_drafted = drafts.num_accepted = 0
+            check_same(engines, [SamplingParams(**shared | kind)], (proposer,))
+            right = drafts.num_drafted if proposer == "truth" else 0
+            assert (drafts.num_drafted > 0, drafts.num_accepted) == (True, right), kind
+
+
 @given(requests=st.lists(params(), min_size=1, max_size=4), kind=st.sampled_from(PROPOSERS), seed=st.integers(0, 99))
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
-def test_any_parameters_with_any_drafts(
-    engines: Engines, requests: list[SamplingParams], kind: str, seed: int
-) -> None:
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+def test_any_parameters_with_any_drafts(engines: Engines, requests: list[SamplingParams], kind: str, seed: int) -> None:
     check_same(engines, requests, (kind,), seed)
 
 

@@ -1,0 +1,113 @@
+"""Payoff: how many draft tokens a sequence should get, so that a step gives more tokens in a second.
+
+A draft token is right with the probability that all tokens of the draft up to it are: p, p^2, p^3 and so on. The step
+then gives one token more. It takes longer by what one more token costs. A draft therefore ends before the token with
+
+    (tokens + probability) / seconds with it   <   tokens / seconds without it
+
+where the tokens are those that the step is expected to give. How long a step takes depends on how many tokens it
+computes. That is measured while steps run. On a CPU the first few cost nearly nothing beside reading the weights, and
+each further one as much as the last; there a batch of many sequences leaves no token that pays, and drafts end.
+
+What is chosen here changes how fast an answer comes, and never the answer. It is the idea of goodput-optimised
+speculation (Liu et al., 2024), without a model of the cost.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+__all__ = ["Payoff"]
+
+# Steps of up to so many tokens are measured together. Steps beyond the last one cost in proportion to their tokens.
+_SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256)
+_MOST_GROWTH = 2.0  # a pause of the machine counts as a step that took twice as long as usual
+# The weight of the last step in the mean, and that of the first one after many others.
+_WEIGHT, _STALE_WEIGHT = 0.2, 0.5
+_STALE_STEPS = 100  # after these, a step without drafts is measured again: contexts grow, and other loads come
+_LEAST_GAIN = 0.02  # tokens: what drafting and sampling take on the host is not in any step's tokens
+
+
+class Payoff:
+    """Chooses the length of drafts.
+
+    Args:
+        free_tokens: tokens that a step computes in about the time of one token, for what is not measured yet; None:
+            hundreds, as on a GPU.
+    """
+
+    def __init__(self, free_tokens: int | None) -> None:
+        self._free_tokens = _SIZES[-1] if free_tokens is None else free_tokens
+        self._seconds: list[float | None] = [None] * len(_SIZES)
+        self._num_steps = 0  # measured
+        self._measured_at = [0] * len(_SIZES)  # which of them was the last one of each size
+        self._costs: list[float] | None = None  # of each size; None after a measurement
+
+    def record_step(self, num_tokens: int, seconds: float) -> None:
+        """Take in how long a step took."""
+        if not 0 < num_tokens <= _SIZES[-1] or seconds <= 0:
+            return
+        index = bisect_left(_SIZES, num_tokens)
+        known = self._seconds[index]
+        if known is None:
+            self._seconds[index] = seconds
+        else:
+            weight = _STALE_WEIGHT if self._is_stale(num_tokens) else _WEIGHT
+            self._seconds[index] = known + weight * (min(seconds, _MOST_GROWTH * known) - known)
+        self._num_steps += 1
+        self._measured_at[index] = self._num_steps
+        self._costs = None
+
+    def draft_tokens(self, rate: float, limit: int, num_tokens: int, num_expected: float) -> tuple[int, float]:
+        """Return how many draft tokens pay, and how many of them are expected to be right.
+
+        Args:
+            rate: the probability that a draft token is right if the one before it is.
+            limit: draft tokens, at most.
+            num_tokens: tokens of the step so far.
+            num_expected: tokens that the step is expected to give so far.
+        """
+        best, gained, chance, expected = 0, 0.0, 1.0, num_expected
+        if self._is_stale(num_tokens):
+            return best, gained
+        speed = num_expected / self.cost(num_tokens)
+        for count in range(1, limit + 1):
+            chance *= rate
+            if chance < _LEAST_GAIN:
+                break
+            expected += chance
+            with_draft = expected / self.cost(num_tokens + count)
+            if with_draft > speed:  # a size that is measured with others may hide the gain of its first token
+                best, gained, speed = count, expected - num_expected, with_draft
+        return best, gained
+
+    def _is_stale(self, num_tokens: int) -> bool:
+        """Whether no step of this size was measured lately."""
+        if num_tokens > _SIZES[-1]:
+            return False
+        index = bisect_left(_SIZES, num_tokens)
+        return self._seconds[index] is None or self._num_steps - self._measured_at[index] > _STALE_STEPS
+
+    def cost(self, num_tokens: int) -> float:
+        """Return the seconds of a step, or a number in proportion to them before any step is measured."""
+        if self._costs is None:
+            self._costs = self._estimate()
+        costs = self._costs
+        if num_tokens >= _SIZES[-1]:
+            return costs[-1] * num_tokens / _SIZES[-1]
+        index = bisect_left(_SIZES, num_tokens)
+        if _SIZES[index] == num_tokens or not index:
+            return costs[index]
+        share = (num_tokens - _SIZES[index - 1]) / (_SIZES[index] - _SIZES[index - 1])
+        return costs[index - 1] + share * (costs[index] - costs[index - 1])
+
+    def _estimate(self) -> list[float]:
+        """Return the cost of each size: never less than that of a smaller one, in proportion where none is measured."""
+        measured = [(size, seconds) for size, seconds in zip(_SIZES, self._seconds, strict=True) if seconds is not None]
+        anchor_size, anchor = measured[0] if measured else (1, 1.0)
+        costs: list[float] = []
+        for size, seconds in zip(_SIZES, self._seconds, strict=True):
+            if seconds is not None:
+                anchor_size, anchor = size, max(seconds, costs[-1] if costs else 0.0)
+            costs.append(anchor * max(self._free_tokens, size) / max(self._free_tokens, anchor_size))
+        return costs
