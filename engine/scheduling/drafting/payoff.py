@@ -20,12 +20,13 @@ from bisect import bisect_left
 __all__ = ["Payoff"]
 
 # Steps of up to so many tokens are measured together. Steps beyond the last one cost in proportion to their tokens.
-_SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256)
+_SIZES = (*range(1, 17), 20, 24, 32, 40, 48, 64, 96, 128, 192, 256)
 _MOST_GROWTH = 2.0  # a pause of the machine counts as a step that took twice as long as usual
 # The weight of the last step in the mean, and that of the first one after many others.
 _WEIGHT, _STALE_WEIGHT = 0.2, 0.5
 _STALE_STEPS = 100  # after these, a step without drafts is measured again: contexts grow, and other loads come
-_LEAST_GAIN = 0.02  # tokens: what drafting and sampling take on the host is not in any step's tokens
+_LEAST_CHANCE = 0.02  # of a token that is drafted
+_MARGIN = 1.1  # of the time that a draft adds: what is measured is uncertain
 
 
 class Payoff:
@@ -48,6 +49,7 @@ class Payoff:
         if not 0 < num_tokens <= _SIZES[-1] or seconds <= 0:
             return
         index = bisect_left(_SIZES, num_tokens)
+        seconds *= max(self._free_tokens, _SIZES[index]) / max(self._free_tokens, num_tokens)
         known = self._seconds[index]
         if known is None:
             self._seconds[index] = seconds
@@ -70,14 +72,15 @@ class Payoff:
         best, gained, chance, expected = 0, 0.0, 1.0, num_expected
         if self._is_stale(num_tokens):
             return best, gained
-        speed = num_expected / self.cost(num_tokens)
+        seconds = self.cost(num_tokens)
+        speed = num_expected / seconds
         for count in range(1, limit + 1):
             chance *= rate
-            if chance < _LEAST_GAIN:
+            if chance < _LEAST_CHANCE:
                 break
             expected += chance
-            with_draft = expected / self.cost(num_tokens + count)
-            if with_draft > speed:  # a size that is measured with others may hide the gain of its first token
+            with_draft = expected / (seconds + _MARGIN * (self.cost(num_tokens + count) - seconds))
+            if with_draft > speed:  # costs rise in steps: a longer draft may pay where a shorter one does not
                 best, gained, speed = count, expected - num_expected, with_draft
         return best, gained
 

@@ -75,6 +75,6 @@ def test_a_request_without_a_prediction_gets_nothing() -> None:
 
 
 def test_only_a_part_of_a_long_text_is_searched() -> None:
-    text = list(range(100, 6000)) + [7, 8, 9]
+    text = [*range(100, 6000), 7, 8, 9]
     assert PredictionProposer().propose(sequence_of(7, 8, text=text), 1) == []
     assert PredictionProposer().propose(sequence_of(*text[:3000], 7, 8, text=text), 1) == [9]
