@@ -184,7 +184,13 @@ class EngineMetrics(EngineObserver):
         times.last_token = now
 
     def _report_drafts(self, output: SchedulerOutput) -> None:
-        self._sink.increment(DRAFT_TOKENS, output.num_draft_tokens)
-        if accepted := sum(output.num_accepted.values()):
-            self._sink.increment(ACCEPTED_TOKENS, accepted)
-            self._sink.increment(GENERATION_TOKENS, accepted)
+        drafted, accepted = Counter[str](), Counter[str]()
+        for sequence, draft in output.drafts.items():
+            drafted[output.proposers[sequence]] += len(draft)
+            accepted[output.proposers[sequence]] += output.num_accepted.get(sequence, 0)
+        for drafter, count in drafted.items():
+            self._sink.increment(DRAFT_TOKENS, count, drafter=drafter)
+            if accepted[drafter]:
+                self._sink.increment(ACCEPTED_TOKENS, accepted[drafter], drafter=drafter)
+        if generated := accepted.total():
+            self._sink.increment(GENERATION_TOKENS, generated)

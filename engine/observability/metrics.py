@@ -136,8 +136,21 @@ REQUEST_PROMPT = Metric("request_prompt_tokens", "histogram", "Prompt tokens of 
 REQUEST_GENERATION = Metric(
     "request_generation_tokens", "histogram", "Tokens generated for a request.", (), TOKEN_BUCKETS
 )
-DRAFT_TOKENS = Metric("spec_decode_num_draft_tokens", "counter", "Draft tokens proposed by speculative decoding.")
-ACCEPTED_TOKENS = Metric("spec_decode_num_accepted_tokens", "counter", "Draft tokens that were accepted.")
+_DRAFTERS = (("prediction",), ("ngram",))
+DRAFT_TOKENS = Metric(
+    "spec_decode_num_draft_tokens",
+    "counter",
+    "Draft tokens proposed by speculative decoding, by drafter.",
+    ("drafter",),
+    known=_DRAFTERS,
+)
+ACCEPTED_TOKENS = Metric(
+    "spec_decode_num_accepted_tokens",
+    "counter",
+    "Draft tokens that were accepted, by drafter.",
+    ("drafter",),
+    known=_DRAFTERS,
+)
 STEP_SECONDS = Metric(
     "step_seconds",
     "histogram",

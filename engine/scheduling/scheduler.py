@@ -154,7 +154,7 @@ class Scheduler:
             if sequence in cancelled:
                 continue
             sequence.num_pending = 1
-            if self._must_know_token(sequence):
+            if self._must_know_token(sequence, output):
                 sequence.awaits_token = self._any_awaits_token = True
 
     def collect(
@@ -187,12 +187,12 @@ class Scheduler:
         if self.drafter is not None:
             self.drafter.record_step(output, times.total)
 
-    def _must_know_token(self, sequence: Sequence) -> bool:
+    def _must_know_token(self, sequence: Sequence, output: SchedulerOutput) -> bool:
         """Whether the next step must not compute a sequence's pending token: it is the last, or the host needs it."""
         return (
             len(sequence.token_ids) + sequence.num_pending >= sequence.max_total_tokens
             or sequence.needs_known_tokens
-            or (self.drafter is not None and self.drafter.awaits_token(sequence))
+            or (self.drafter is not None and (sequence in output.drafts or self.drafter.awaits_token(sequence)))
         )
 
     def _apply(self, output: SchedulerOutput, sampled: SampledTokens) -> tuple[list[Sequence], list[Sequence]]:

@@ -66,17 +66,20 @@ class Drafter:
         self.num_tokens = num_tokens
         self._blocks = block_manager
         self.payoff = payoff
-        self._acceptance = Acceptance()
+        self.acceptance = Acceptance()
 
-    @staticmethod
-    def may_draft(sequence: Sequence) -> bool:
-        """Whether a sequence may ever get drafts: it is not a beam, and its request has forked all its answers."""
+    def may_draft(self, sequence: Sequence) -> bool:
+        """Whether a sequence may get drafts: it is not a beam, and its request has forked all its answers.
+
+        With recurrent layers, the tokens that a rejected draft has led to are computed again, like a prefill. The
+        answers of one request would wait for each other then, so they get no drafts.
+        """
         group = sequence.group
-        return group.is_forked and group.beams is None
+        return group.is_forked and group.beams is None and (sequence.is_single or self._blocks.states is None)
 
     def awaits_token(self, sequence: Sequence) -> bool:
         """Whether the next token of a sequence must be known before the next step, because it may get a draft then."""
-        return self.may_draft(sequence) and self._acceptance.may_get_draft(sequence)
+        return self.may_draft(sequence) and self.acceptance.may_get_draft(sequence)
 
     def add_drafts(self, step: StepBuilder) -> None:
         """Add drafts to a batch that is otherwise complete, and allocate their blocks."""
@@ -96,7 +99,7 @@ class Drafter:
             limit, num_right = self._limit(sequence, step, num_blocks, num_tokens, num_expected)
             name, proposed = self._propose(sequence, limit)
             continuations = continuations_of(sequence, proposed)
-            self._acceptance.record_draft(sequence, has_draft=bool(continuations))
+            self.acceptance.record_draft(sequence, has_draft=bool(continuations))
             if continuations and (self._blocks.states is None or self._blocks.states.back_up(sequence)):
                 draft = continuations[-1].token_ids[len(sequence.token_ids) :]
                 num_blocks -= self._blocks.extend(sequence, sequence.num_tokens + len(draft))
@@ -113,9 +116,9 @@ class Drafter:
         limit = max(0, min(self.num_tokens, step.token_budget, step.chunk_limit - 1, before_end, num_slots))
         if self.payoff is None or not limit:
             return limit, 0.0
-        rate = self._acceptance.rate(sequence)
+        rate = self.acceptance.rate(sequence)
         paying, num_right = self.payoff.draft_tokens(rate, limit, num_tokens, num_expected)
-        if not paying and self._acceptance.is_retried(sequence):
+        if not paying and self.acceptance.is_retried(sequence):
             return 1, rate
         return paying, num_right
 
@@ -144,7 +147,7 @@ class Drafter:
             num_accepted = 0
             if not was_finished:
                 output.num_accepted[sequence] = num_accepted = _append_accepted(sequence, output, sampled)
-                self._acceptance.record_outcome(sequence, num_accepted, len(draft))
+                self.acceptance.record_outcome(sequence, num_accepted, len(draft))
             sequence.num_computed_tokens += num_accepted
             self._blocks.free_draft_blocks(sequence)
             if self._blocks.states is not None:

@@ -229,8 +229,8 @@ def test_guessed_tokens_and_those_gained_by_them() -> None:
         num_tokens += sum(len(output.token_ids) for output in engine.step())
     steps = len(sink.histograms[m.STEP_TOKENS]) - steps
     assert num_tokens == 100
-    assert sink.counters[m.ACCEPTED_TOKENS] == num_tokens - steps > 10
-    assert sink.counters[m.DRAFT_TOKENS] > sink.counters[m.ACCEPTED_TOKENS]
+    assert sink.counters[m.ACCEPTED_TOKENS, "test"] == num_tokens - steps > 10
+    assert sink.counters[m.DRAFT_TOKENS, "test"] > sink.counters[m.ACCEPTED_TOKENS, "test"]
     assert sink.counters[m.GENERATION_TOKENS] == 109
     names = {f"pagoda_{metric.name}_total" for metric in (m.DRAFT_TOKENS, m.ACCEPTED_TOKENS)}
     assert names == {"pagoda_spec_decode_num_draft_tokens_total", "pagoda_spec_decode_num_accepted_tokens_total"}

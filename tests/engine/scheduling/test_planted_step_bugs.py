@@ -13,6 +13,7 @@ from engine.kv.prefix_cache import PrefixCache
 from engine.scheduling import scheduler as scheduler_module
 from engine.scheduling.drafting import drafter as drafter_module
 from engine.scheduling.drafting.drafter import Drafter, accepted_tokens
+from engine.scheduling.sampled_results import record_logprobs
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput
 from engine.scheduling.step_builder import StepBuilder
@@ -47,15 +48,24 @@ def test_a_token_after_the_accepted_ones_that_is_not_the_models_is_detected() ->
 
 
 def test_tokens_after_the_end_of_an_answer_are_detected() -> None:
+    def beyond_the_end(sequence: Sequence, draft: list[int]) -> list[Sequence]:
+        return [sequence.continued(draft[:count], None) for count in range(1, len(draft) + 1)]
+
     def go_on(sequence: Sequence, output: SchedulerOutput, sampled: SampledTokens) -> int:
         draft, after_draft = output.drafts[sequence], sampled.after_drafts[sequence]
         accepted = list(accepted_tokens(sequence.token_ids[-1], draft, after_draft))
+        for logprobs in sampled.logprobs_after_drafts.get(sequence, [])[: len(accepted)]:
+            record_logprobs(sequence, logprobs)
         sequence.token_ids += accepted
         for token_id in accepted[-1:]:
             sequence.check_end(token_id)
         return len(accepted)
 
-    assert_found(lambda patch: patch.setattr(drafter_module, "_append_accepted", go_on), "answers|continues|ends at")
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(drafter_module, "continuations_of", beyond_the_end)
+        patch.setattr(drafter_module, "_append_accepted", go_on)
+
+    assert_found(plant, "answers|continues|ends at")
 
 
 def test_publishing_blocks_of_rejected_draft_tokens_is_detected() -> None:
@@ -134,20 +144,25 @@ def test_a_pending_token_that_the_host_must_know_is_detected() -> None:
 
 
 def test_a_token_after_the_last_one_is_detected() -> None:
-    def forget_length(scheduler: Scheduler, sequence: Sequence) -> bool:
-        return sequence.needs_known_tokens or (scheduler.drafter is not None and scheduler.drafter.may_draft(sequence))
+    must_know_token = Scheduler._must_know_token
+
+    def forget_length(scheduler: Scheduler, sequence: Sequence, output: SchedulerOutput) -> bool:
+        is_last = len(sequence.token_ids) + sequence.num_pending >= sequence.max_total_tokens
+        return not is_last and must_know_token(scheduler, sequence, output)
 
     assert_found_in_flight(
         lambda patch: patch.setattr(Scheduler, "_must_know_token", forget_length), "sampled after the last one"
     )
 
 
-def test_a_draft_after_a_pending_token_is_detected() -> None:
-    def forget_drafts(scheduler: Scheduler, sequence: Sequence) -> bool:
+def test_a_token_after_a_draft_in_flight_is_detected() -> None:
+    """Where it is in the sequence is known once the draft is accepted or rejected."""
+
+    def forget_drafts(scheduler: Scheduler, sequence: Sequence, output: SchedulerOutput) -> bool:
         return sequence.num_tokens >= sequence.max_total_tokens or sequence.needs_known_tokens
 
     assert_found_in_flight(
-        lambda patch: patch.setattr(Scheduler, "_must_know_token", forget_drafts), "a draft follows a token"
+        lambda patch: patch.setattr(Scheduler, "_must_know_token", forget_drafts), "of the plan is wrong"
     )
 
 

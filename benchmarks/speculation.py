@@ -1,0 +1,198 @@
+"""Draft tokens: the speed of decoding with them as a ratio to that without, in the same run on the same engine.
+
+    python -m benchmarks.speculation --model DIR --out result.json
+
+Workloads, each at several numbers of streams:
+
+- ``edit``: the request has a ``prediction``, which is its answer with one token in ten replaced.
+- ``planted 90%``, ``70%`` and ``50%``: a proposer that knows the answer, and is wrong with the rest of probability.
+- ``random``: prompts of random tokens at temperature 1, with prompt lookup: hardly a draft is right.
+
+A checkpoint with random weights repeats nothing on purpose, so that what the drafts are is planted, and what they gain
+is measured. Each repetition decodes the same requests without drafts and with them; the ratio is the median of the
+repetitions'. The answers must be the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+from collections.abc import Sequence as GenericSequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+from benchmarks.engine_options import add_engine_arguments, engine_options
+from benchmarks.machine import describe
+from benchmarks.result_file import write_result
+from benchmarks.workloads import VOCABULARY
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.request import EngineRequest
+from engine.sampling_params import SamplingParams
+from engine.scheduling.drafting.drafter import Drafter, Proposer
+from engine.sequence import Sequence
+
+__all__ = ["Gain", "measure"]
+
+PROMPT_TOKENS, EDITED_EVERY = 64, 10
+PLANTED = {"planted 90%": 0.9, "planted 70%": 0.7, "planted 50%": 0.5}
+WORKLOADS = ("edit", *PLANTED, "random")
+
+
+@dataclass(frozen=True)
+class Gain:
+    """One workload at one number of streams."""
+
+    workload: str
+    streams: int
+    off_tokens_per_s: float  # of all streams together, after their first tokens
+    on_tokens_per_s: float
+    ratio: float
+    drafted: int
+    accepted: int
+
+
+class PlantedProposer:
+    """Proposes the tokens of known answers; each is right with a given probability."""
+
+    def __init__(self, answers: dict[str, list[int]], rate: float) -> None:
+        self._answers, self._rate, self._rng = answers, rate, random.Random(0)
+
+    def propose(self, sequence: Sequence, limit: int) -> list[int]:
+        """Return up to ``limit`` tokens."""
+        right = self._answers[sequence.request_id][sequence.num_output_tokens :][:limit]
+        return [token_id if self._rng.random() < self._rate else token_id ^ 1 for token_id in right]
+
+
+class _Counting:
+    """Counts the draft tokens of an engine."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafted = self.accepted = 0
+        record_outcome = drafter.acceptance.record_outcome
+
+        def counting(sequence: Sequence, num_accepted: int, num_drafted: int) -> None:
+            self.drafted += num_drafted
+            self.accepted += num_accepted
+            record_outcome(sequence, num_accepted, num_drafted)
+
+        drafter.acceptance.record_outcome = counting  # type: ignore[method-assign]
+
+
+def measure(engine: Engine, workload: str, streams: int, num_tokens: int, repeats: int) -> Gain:
+    """Decode the requests of a workload with and without drafts.
+
+    Args:
+        engine: has ``speculative_config``.
+        workload: one of ``WORKLOADS``.
+        streams: number of requests at a time.
+        num_tokens: tokens of each answer.
+        repeats: how often both are measured.
+
+    Raises:
+        RuntimeError: if an answer with drafts differs from the one without.
+    """
+    drafter = engine.scheduler.drafter
+    assert drafter is not None
+    requests = _requests(workload, streams, num_tokens)
+    answers, _ = _decode(engine, requests, None)
+    if workload == "edit":
+        requests = [_with_prediction(request, answers[request.request_id]) for request in requests]
+    known: dict[str, Proposer] = drafter.proposers
+    if (rate := PLANTED.get(workload)) is not None:
+        drafter.proposers = {"planted": PlantedProposer(answers, rate)}
+    counts = _Counting(drafter)
+    speeds: list[tuple[float, float]] = []
+    for _ in range(repeats):
+        _, off = _decode(engine, requests, None)
+        same, on = _decode(engine, requests, drafter)
+        if same != answers:
+            raise RuntimeError(f"an answer of {workload!r} with drafts is another one than without")
+        speeds.append((off, on))
+    engine.scheduler.drafter, drafter.proposers = drafter, known
+    off, on = (statistics.median(column) for column in zip(*speeds, strict=True))
+    ratio = statistics.median(on / off for off, on in speeds)
+    drafted, accepted = counts.drafted // repeats, counts.accepted // repeats
+    return Gain(workload, streams, round(off, 2), round(on, 2), round(ratio, 3), drafted, accepted)
+
+
+def _requests(workload: str, streams: int, num_tokens: int) -> list[EngineRequest]:
+    """Return requests with prompts of random tokens."""
+    rng = random.Random(streams)
+    drawn = workload == "random"
+    return [
+        EngineRequest(
+            f"{workload}-{index}",
+            [rng.randrange(*VOCABULARY) for _ in range(PROMPT_TOKENS)],
+            SamplingParams(temperature=float(drawn), seed=index, max_tokens=num_tokens, ignore_eos=True),
+        )
+        for index in range(streams)
+    ]
+
+
+def _with_prediction(request: EngineRequest, answer: GenericSequence[int]) -> EngineRequest:
+    """Return the request with its answer as the prediction, of which some tokens are replaced."""
+    edited = [
+        token_id ^ 1 if index % EDITED_EVERY == EDITED_EVERY - 1 else token_id for index, token_id in enumerate(answer)
+    ]
+    return EngineRequest(request.request_id, request.prompt_token_ids, request.params, prediction_token_ids=edited)
+
+
+def _decode(
+    engine: Engine, requests: GenericSequence[EngineRequest], drafter: Drafter | None
+) -> tuple[dict[str, list[int]], float]:
+    """Return the answers, and the tokens in a second after all have their first token."""
+    engine.scheduler.drafter = None
+    answers: dict[str, list[int]] = {request.request_id: [] for request in requests}
+
+    def step() -> None:
+        for output in engine.step():
+            answers[output.request_id] += output.token_ids
+
+    for request in requests:
+        engine.add_request(request)
+    while not all(answers.values()):
+        step()
+    engine.scheduler.drafter = drafter
+    num_known, started = sum(map(len, answers.values())), perf_counter()
+    while engine.has_unfinished:
+        step()
+    return answers, (sum(map(len, answers.values())) - num_known) / (perf_counter() - started)
+
+
+def main(arguments: GenericSequence[str] | None = None) -> None:
+    """Measure all workloads, and write them to a file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_engine_arguments(parser)
+    parser.add_argument("--workloads", nargs="+", default=WORKLOADS, choices=WORKLOADS)
+    parser.add_argument("--streams", nargs="+", type=int, default=[1, 16])
+    parser.add_argument("--tokens", type=int, default=128, help="of each answer")
+    parser.add_argument("--draft-tokens", type=int, default=8, help="num_speculative_tokens")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args(arguments)
+    config = EngineConfig.from_options(
+        options.model,
+        engine_options(options)
+        | {"speculative_config": {"method": "ngram", "num_speculative_tokens": options.draft_tokens}}
+        | {"enable_prefix_caching": False},
+    )
+    engine = Engine.from_config(config)
+    gains = []
+    for streams in options.streams:
+        for workload in options.workloads:
+            gain = measure(engine, workload, streams, options.tokens, options.repeats)
+            print(gain, flush=True)
+            gains.append(asdict(gain))
+            document = {"machine": describe(torch.device(engine.info.device)), "model": Path(options.model).name}
+            sizes = {"tokens": options.tokens, "draft_tokens": options.draft_tokens, "repeats": options.repeats}
+            write_result(options.out, document | sizes | {"dtype": engine.info.dtype, "results": gains})
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()
