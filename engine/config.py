@@ -56,8 +56,9 @@ class SpeculativeConfig:
 
     Attributes:
         method: ``ngram``: the draft tokens are those that followed the latest earlier occurrence of the sequence's last
-            tokens (prompt lookup decoding, A. Saxena, 2023).
-        num_speculative_tokens: draft tokens of one step, at most 128.
+            tokens (prompt lookup decoding, A. Saxena, 2023). The ``prediction`` of a request comes first.
+        num_speculative_tokens: most draft tokens of a sequence in one step, at most 128. With ``max_decode_slowdown``,
+            fewer are computed where they do not pay.
         prompt_lookup_max: longest n-gram that is looked up; default 5, or prompt_lookup_min if that is more.
         prompt_lookup_min: shortest n-gram; default 3, or prompt_lookup_max if that is less.
 
@@ -195,8 +196,8 @@ class EngineConfig:
         served_model_name: name of the model in metrics; None takes the path.
         step_timeout_s: seconds after which a step that does not end makes AsyncEngine.check_health() fail.
         seed: seed of the engine's generator, which gives each request without a seed its own.
-        speculative_config: speculative decoding: draft tokens that the model verifies in one step. Greedy answers that
-            repeat earlier text get faster; no answer changes. A map of SpeculativeConfig's options, such as
+        speculative_config: speculative decoding: draft tokens that the model verifies in one step. Answers that repeat
+            earlier text, or a request's prediction, get faster; no answer changes. A map of SpeculativeConfig's options, such as
             ``{"method": "ngram", "num_speculative_tokens": 4}``; None is off.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         num_threads: threads that compute on a CPU, for all ranks together; None takes OMP_NUM_THREADS, else one for
