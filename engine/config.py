@@ -197,8 +197,8 @@ class EngineConfig:
         step_timeout_s: seconds after which a step that does not end makes AsyncEngine.check_health() fail.
         seed: seed of the engine's generator, which gives each request without a seed its own.
         speculative_config: speculative decoding: draft tokens that the model verifies in one step. Answers that repeat
-            earlier text, or a request's prediction, get faster; no answer changes. A map of SpeculativeConfig's options, such as
-            ``{"method": "ngram", "num_speculative_tokens": 4}``; None is off.
+            earlier text, or a request's prediction, get faster; no answer changes. A map of the options of
+            SpeculativeConfig, such as ``{"method": "ngram", "num_speculative_tokens": 4}``; None is off.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         num_threads: threads that compute on a CPU, for all ranks together; None takes OMP_NUM_THREADS, else one for
             each core, within the affinity and the quota of CPUs of this process. Engines of one process share them.

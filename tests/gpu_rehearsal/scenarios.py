@@ -98,7 +98,10 @@ SCENARIOS: dict[str, Scenario] = {
     "drafts": Scenario(
         [PARAMS[name] for name in ("greedy", "logprobs", "drawn", "greedy", "prompt_logprobs")],
         [64, 40],
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}},
+        {
+            "speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1},
+            "max_decode_slowdown": None,  # however long the steps take
+        },
         repeats=True,
     ),
     "swapped": Scenario(

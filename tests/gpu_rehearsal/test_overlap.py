@@ -32,7 +32,7 @@ def test_a_scenario_with_overlap(
     llm = gpu.start(async_scheduling=True, enforce_eager=enforce_eager, **scenario.options)
     assert answers(generate(llm, scenario)) == cpu_answers[name]
     gpu.machine.check()
-    assert num_taken > 5
+    assert num_taken > (2 if name == "drafts" else 5)  # those that may get drafts wait for their last token
 
 
 def test_a_step_is_launched_before_the_gpu_has_computed_the_one_before(gpu: Rehearsal) -> None:

@@ -38,6 +38,7 @@ KERNELS = {  # by the model of each kind of recurrence that CI runs: with expert
 NOT_SHARED = ("olmo-hybrid", "olmo-hybrid-rope")  # by ranks
 DRAFTS: dict[str, Any] = {
     "speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1},
+    "max_decode_slowdown": None,
 }
 PROMPTS = Scenario([PARAMS["greedy"]] * 2, [20, 5])
 DRAFTED = Scenario([PARAMS[name] for name in ("greedy", "greedy", "drawn")], [64, 40], repeats=True)

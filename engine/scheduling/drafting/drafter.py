@@ -118,7 +118,7 @@ class Drafter:
             return limit, 0.0
         rate = self.acceptance.rate(sequence)
         paying, num_right = self.payoff.draft_tokens(rate, limit, num_tokens, num_expected)
-        if not paying and self.acceptance.is_retried(sequence):
+        if not paying and self.acceptance.is_retried(sequence) and self.payoff.may_try(num_tokens, len(step.running)):
             return 1, rate
         return paying, num_right
 

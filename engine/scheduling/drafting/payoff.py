@@ -27,6 +27,7 @@ _WEIGHT, _STALE_WEIGHT = 0.2, 0.5
 _STALE_STEPS = 100  # after these, a step without drafts is measured again: contexts grow, and other loads come
 _LEAST_CHANCE = 0.02  # of a token that is drafted
 _MARGIN = 1.1  # of the time that a draft adds: what is measured is uncertain
+_MOST_TRIED = 0.15  # of a step's time, once in as many tokens as Acceptance says: about one percent in all
 
 
 class Payoff:
@@ -83,6 +84,11 @@ class Payoff:
             if with_draft > speed:  # costs rise in steps: a longer draft may pay where a shorter one does not
                 best, gained, speed = count, expected - num_expected, with_draft
         return best, gained
+
+    def may_try(self, num_tokens: int, num_sequences: int) -> bool:
+        """Whether a token of each of these sequences costs so little that drafts may be tried that do not pay now."""
+        price = self.cost(num_tokens + 1) / self.cost(num_tokens) - 1.0
+        return not self._is_stale(num_tokens) and price * num_sequences <= _MOST_TRIED
 
     def _is_stale(self, num_tokens: int) -> bool:
         """Whether no step of this size was measured lately."""

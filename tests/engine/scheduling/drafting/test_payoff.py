@@ -15,9 +15,7 @@ from engine.sequence import Sequence, SequenceGroup
 def measured(seconds: Callable[[int], float], free_tokens: int | None = 8, most: int = 256) -> Payoff:
     """Return what has measured steps of every size up to ``most``."""
     payoff = Payoff(free_tokens)
-    for num_tokens in range(1, most + 1):
-        payoff.record_step(num_tokens, seconds(num_tokens))
-    for num_tokens in (1, 2, 4, 8, 16, 32, 64):
+    for num_tokens in range(most, 0, -1):
         payoff.record_step(num_tokens, seconds(num_tokens))
     return payoff
 
@@ -88,6 +86,14 @@ def test_sizes_that_were_never_measured_cost_what_free_tokens_say() -> None:
     assert payoff.cost(4) == payoff.cost(8) == pytest.approx(0.3)
     assert payoff.cost(2) == pytest.approx(0.1)
     assert payoff.cost(512) == 2 * payoff.cost(256)
+
+
+def test_drafts_that_do_not_pay_are_tried_where_that_costs_little() -> None:
+    payoff = measured(cpu)
+    assert [num_sequences for num_sequences in range(1, 65) if payoff.may_try(num_sequences, num_sequences)] == [
+        *range(1, 6)
+    ]
+    assert not Payoff(8).may_try(1, 1)  # a step without drafts is measured first
 
 
 def test_a_larger_step_never_costs_less() -> None:
