@@ -81,8 +81,8 @@ class ShadowProposer:
         self._ids = ids
 
     def propose(self, sequence: Sequence, limit: int) -> list[int]:
-        """Return up to ``limit`` tokens; none after prompts of most lengths."""
-        if sequence.num_prompt_tokens % 3 != 1:
+        """Return up to ``limit`` tokens; none after the prompts of some lengths."""
+        if sequence.num_prompt_tokens % 3 == 2:
             return []
         prefix = self._ids.chain(sequence.cache_key, sequence.token_ids)[-1]
         draft: list[int] = []

@@ -27,9 +27,9 @@ LEAST_WITH_STATES = {
     "evicted snapshots": 1000,
 }
 LEAST_WITH_STATES_IN_FLIGHT = {name: least // 3 for name, least in LEAST_WITH_STATES.items()} | {
-    "steps on pending tokens": 20_000,
+    "steps on pending tokens": 8000,  # those that may get drafts wait for their last token
     "waits for a token": 3000,
-    "wasted": 500,
+    "wasted": 300,
     "resampled on the host": 300,
 }
 # With windows, states or both, and host pools of each kind, some of them too small for most swaps.
@@ -41,7 +41,7 @@ LEAST_OF_ALL_KINDS = {
     "swapped blocks": 3000,
     "pages from the host": 700,
     "states from the host": 500,
-    "loaded from the host": 300,
+    "loaded from the host": 200,
     "cached": 700,
     "of a group that comes back": 150,
     "copied on write": 1500,

@@ -51,6 +51,8 @@ class FakeGeneration:
     prompt: Any = field(default_factory=lambda: SimpleNamespace(token_ids=[1, 2, 3]))
     params: Any = field(default_factory=lambda: SimpleNamespace(max_tokens=99))
     num_cached_tokens: int = 2
+    num_accepted_predicted: int = 0
+    num_rejected_predicted: int = 0
     token_ids: list[int] = field(default_factory=list)
 
 

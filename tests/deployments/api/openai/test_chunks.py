@@ -41,6 +41,7 @@ class Answer:
         self.prompt_logprobs = None
         self.token_ids: list[int] = []
         self.num_cached_tokens = 3
+        self.num_accepted_predicted, self.num_rejected_predicted = 4, 1
 
 
 @st.composite

@@ -36,6 +36,7 @@ class Generated:
         self.prompt = Prompt(EngineRequest("", [1, 2, 3]), [])
         self.token_ids = [ord(character) for character in text]
         self.num_cached_tokens = 0
+        self.num_accepted_predicted = self.num_rejected_predicted = 0
 
 
 def answer_format(names: tuple[str | None, str | None], prompt: str = "") -> AnswerFormat:
