@@ -10,7 +10,8 @@ Workloads, each at several numbers of streams:
 
 A checkpoint with random weights repeats nothing on purpose, so that what the drafts are is planted, and what they gain
 is measured. Each repetition decodes the same requests without drafts and with them; the ratio is the median of the
-repetitions'. The answers must be the same.
+repetitions'. The same ratio of CPU time says what the gain is on a machine that other work shares. The answers must be
+the same.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import statistics
 from collections.abc import Sequence as GenericSequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
+from typing import NamedTuple
 
 import torch
 
@@ -52,8 +54,16 @@ class Gain:
     off_tokens_per_s: float  # of all streams together, after their first tokens
     on_tokens_per_s: float
     ratio: float
+    cpu_ratio: float  # of tokens in a second of CPU time
     drafted: int
     accepted: int
+
+
+class _Speed(NamedTuple):
+    """Tokens in a second of the clock, and of the processor."""
+
+    per_s: float
+    per_cpu_s: float
 
 
 class PlantedProposer:
@@ -106,7 +116,7 @@ def measure(engine: Engine, workload: str, streams: int, num_tokens: int, repeat
     if (rate := PLANTED.get(workload)) is not None:
         drafter.proposers = {"planted": PlantedProposer(answers, rate)}
     counts = _Counting(drafter)
-    speeds: list[tuple[float, float]] = []
+    speeds: list[tuple[_Speed, _Speed]] = []
     for _ in range(repeats):
         _, off = _decode(engine, requests, None)
         same, on = _decode(engine, requests, drafter)
@@ -114,10 +124,16 @@ def measure(engine: Engine, workload: str, streams: int, num_tokens: int, repeat
             raise RuntimeError(f"an answer of {workload!r} with drafts is another one than without")
         speeds.append((off, on))
     engine.scheduler.drafter, drafter.proposers = drafter, known
-    off, on = (statistics.median(column) for column in zip(*speeds, strict=True))
-    ratio = statistics.median(on / off for off, on in speeds)
-    drafted, accepted = counts.drafted // repeats, counts.accepted // repeats
-    return Gain(workload, streams, round(off, 2), round(on, 2), round(ratio, 3), drafted, accepted)
+    return Gain(
+        workload,
+        streams,
+        round(statistics.median(off.per_s for off, _ in speeds), 2),
+        round(statistics.median(on.per_s for _, on in speeds), 2),
+        round(statistics.median(on.per_s / off.per_s for off, on in speeds), 3),
+        round(statistics.median(on.per_cpu_s / off.per_cpu_s for off, on in speeds), 3),
+        counts.drafted // repeats,
+        counts.accepted // repeats,
+    )
 
 
 def _requests(workload: str, streams: int, num_tokens: int) -> list[EngineRequest]:
@@ -144,8 +160,8 @@ def _with_prediction(request: EngineRequest, answer: GenericSequence[int]) -> En
 
 def _decode(
     engine: Engine, requests: GenericSequence[EngineRequest], drafter: Drafter | None
-) -> tuple[dict[str, list[int]], float]:
-    """Return the answers, and the tokens in a second after all have their first token."""
+) -> tuple[dict[str, list[int]], _Speed]:
+    """Return the answers, and the speed after all have their first token."""
     engine.scheduler.drafter = None
     answers: dict[str, list[int]] = {request.request_id: [] for request in requests}
 
@@ -158,10 +174,11 @@ def _decode(
     while not all(answers.values()):
         step()
     engine.scheduler.drafter = drafter
-    num_known, started = sum(map(len, answers.values())), perf_counter()
+    num_known, started, cpu_started = sum(map(len, answers.values())), perf_counter(), process_time()
     while engine.has_unfinished:
         step()
-    return answers, (sum(map(len, answers.values())) - num_known) / (perf_counter() - started)
+    num_tokens = sum(map(len, answers.values())) - num_known
+    return answers, _Speed(num_tokens / (perf_counter() - started), num_tokens / (process_time() - cpu_started))
 
 
 def main(arguments: GenericSequence[str] | None = None) -> None:
