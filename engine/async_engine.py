@@ -1,4 +1,4 @@
-"""AsyncEngine: drives an Engine from a thread of its own and delivers each request's tokens to its reader.
+"""AsyncEngine: drives an engine from a thread of its own and delivers each request's tokens to its reader.
 
 The engine belongs to that thread; other threads only put commands into its inbox. After each step the thread calls
 each reader once, however many of its requests got a token. Knows neither event loops nor sockets.
@@ -16,13 +16,13 @@ from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Any
 
-from engine.engine import Engine
 from engine.errors import EngineDeadError, OverloadedError
 from engine.kv.block_map import BlockMap, cell_size, cells_by_slice
 from engine.observability.load import EngineLoad, EngineStats
 from engine.observability.load_reporter import LoadReporter
 from engine.outputs import EngineOutput, OutputReader, StepOutputs
 from engine.request import EngineRequest
+from engine.step_engine import StepEngine
 from engine.structured_outputs.grammar import Grammar
 
 __all__ = ["AsyncEngine"]
@@ -46,7 +46,7 @@ class AsyncEngine:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: StepEngine,
         on_load: Callable[[EngineLoad], None] | None = None,
         *,
         clock: Callable[[], float] = monotonic,
@@ -76,7 +76,8 @@ class AsyncEngine:
 
     def load_grammar_compiler(self) -> None:
         """Begin to load what structured outputs need; returns at once."""
-        self._engine.grammars.load()
+        if self._engine.grammars is not None:
+            self._engine.grammars.load()
 
     async def compile_grammar(self, request: EngineRequest) -> Grammar | None:
         """Return the grammar of a request's structured outputs, if it has any.
@@ -88,6 +89,7 @@ class AsyncEngine:
         if (form := request.params.structured_outputs) is None:
             return None
         self.check_health()
+        assert self._engine.grammars is not None, "a pooling engine's requests have no structured outputs"
         return await self._engine.grammars.compile_async(form, request.output_token_ids)
 
     def submit(self, request: EngineRequest, reader: OutputReader, tag: Any, grammar: Grammar | None = None) -> None:
@@ -131,7 +133,7 @@ class AsyncEngine:
 
     async def block_map(self, max_cells: int = 1024) -> BlockMap:
         """Return a picture of the block pool. It waits for no step and delays none."""
-        blocks, cells = self._engine.block_manager.pool.blocks, bytearray()
+        blocks, cells = self._engine.blocks, bytearray()
         size = cell_size(len(blocks), max_cells)
         for part in cells_by_slice(blocks, size):
             cells += part

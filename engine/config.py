@@ -29,6 +29,7 @@ from engine.options.rules import (
     optional,
     rules_of,
 )
+from engine.pooling.info import PoolingInfo
 from kernels.attention.registry import BACKENDS
 from kernels.attention.window import Window
 from kernels.linear.registry import QUANTIZATIONS
@@ -304,3 +305,4 @@ class EngineInfo:
     snapshot_interval: int = 0  # tokens of a prefill, whole blocks, after each of which a snapshot is kept; 0: none
     num_host_window_pages: tuple[int, ...] = ()  # of each window, pages of its host pool; empty: none
     num_host_slots: int = 0  # of the host pool of states
+    pooling: PoolingInfo | None = None  # of an engine that computes vectors or scores instead of text

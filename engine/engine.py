@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable
+from collections.abc import Sequence as GenericSequence
 from time import monotonic, perf_counter
 from typing import NamedTuple
 
 from engine.config import EngineConfig, EngineInfo
 from engine.errors import OverloadedError, RequestError
 from engine.kv.block_manager import BlockManager
+from engine.kv.block_pool import Block
 from engine.kv.events import KVEventBatch
 from engine.kv.pool_sizes import pages_in_reach
 from engine.observability.engine_metrics import EngineMetrics
@@ -93,6 +95,7 @@ class Engine:
             num_blocks=str(info.num_blocks),
             attention_backend=info.attention_backend,
             dtype=info.dtype,
+            task="generate",
         )
         self.observers = EngineObservers([self.meter, metrics, SharingLog()])
         if on_kv_events is not None:
@@ -125,6 +128,11 @@ class Engine:
         engine = cls(config, ModelRunner(config), sink, on_kv_events)
         logger.info("init engine took %.2f seconds", perf_counter() - started)
         return engine
+
+    @property
+    def blocks(self) -> GenericSequence[Block]:
+        """The blocks of the KV pool, in order."""
+        return self.block_manager.pool.blocks
 
     @property
     def has_unfinished(self) -> bool:

@@ -62,6 +62,7 @@ class EngineOutput(Struct, array_like=True, forbid_unknown_fields=True, gc=False
     replica: str = ""  # name of the replica that generated them, where there are several
     num_accepted_predicted: int = 0  # tokens of the request's prediction that became tokens of this output
     num_rejected_predicted: int = 0  # and those that were tried beside them in vain
+    pooled: bytes | None = None  # the vector or the scores of a text, little-endian float32
 
     @classmethod
     def join(cls, outputs: Sequence[EngineOutput], replica: str = "") -> EngineOutput:
@@ -82,6 +83,7 @@ class EngineOutput(Struct, array_like=True, forbid_unknown_fields=True, gc=False
             replica,
             sum(output.num_accepted_predicted for output in outputs),
             sum(output.num_rejected_predicted for output in outputs),
+            last.pooled,
         )
 
 

@@ -14,6 +14,7 @@ from itertools import islice
 from msgspec import Struct
 
 from engine.errors import MAX_LISTED, PromptTooLongError, RequestError, listed
+from engine.pooling_params import PoolingParams
 from engine.prefix_hash import root_hash
 from engine.sampling_params import SamplingParams
 
@@ -34,6 +35,7 @@ class EngineRequest(Struct, frozen=True, array_like=True, forbid_unknown_fields=
             after them as if this engine had generated them: penalties, the grammar, the positions of seeded sampling,
             ``min_tokens`` and ``max_tokens`` count them too.
         prediction_token_ids: what the client expects as the answer. It makes drafts, and changes no answer.
+        pooling: what is wanted of the prompt's hidden states, from an engine that generates nothing; None: an answer.
     """
 
     request_id: str
@@ -44,6 +46,7 @@ class EngineRequest(Struct, frozen=True, array_like=True, forbid_unknown_fields=
     client: str = ""
     output_token_ids: list[int] = []
     prediction_token_ids: list[int] = []
+    pooling: PoolingParams | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -72,7 +75,7 @@ class PromptValidator:
         model: name of the model, for messages.
         vocab_size: token ids are less than this.
         max_model_len: maximum tokens of a sequence, prompt and output together.
-        num_blocks: blocks of the KV pool.
+        num_blocks: blocks of the KV pool; 0: there is none.
         block_size: tokens per block.
         max_logprobs: most log-probabilities of a token; -1 sets no limit.
     """
@@ -87,7 +90,24 @@ class PromptValidator:
     @property
     def capacity(self) -> int:
         """Maximum tokens, prompt and output together, of one sequence."""
-        return min(self.max_model_len, self.num_blocks * self.block_size)
+        return min(self.max_model_len, self.num_blocks * self.block_size) if self.num_blocks else self.max_model_len
+
+    def check_text(self, token_ids: Sequence[int], param: str = "input") -> None:
+        """Check the token ids of a text that no answer follows.
+
+        Raises:
+            RequestError: if the text is empty, or an id is not in the vocabulary.
+            PromptTooLongError: if it is longer than the context.
+        """
+        self.check_token_ids(param, token_ids)
+        if not token_ids:
+            raise RequestError("is empty", param=param, value=[], remedy="give at least one token")
+        if len(token_ids) > self.max_model_len:
+            raise PromptTooLongError(
+                f"has {len(token_ids)} tokens, but the context of '{self.model}' holds {self.max_model_len}",
+                param=param,
+                remedy="shorten it, or set truncate_prompt_tokens",
+            )
 
     def check_prompt(self, token_ids: Sequence[int], param: str = "prompt") -> None:
         """Check the token ids of a prompt.

@@ -40,7 +40,7 @@ class BlockMap:
 
 def cell_size(num_blocks: int, max_cells: int) -> int:
     """Return the blocks per cell for at most ``max_cells`` cells; large pools need more, as a cell counts to 255."""
-    return min(-(-num_blocks // max_cells), _MOST_PER_CELL)
+    return min(max(1, -(-num_blocks // max_cells)), _MOST_PER_CELL)
 
 
 def cells_by_slice(blocks: GenericSequence[Block], size: int) -> Iterator[bytes]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from engine.errors import ConfigError, ModelLoadError, RequestError
 from engine.models.gguf.file import is_gguf
@@ -18,7 +18,9 @@ from engine.text.template_forms import LateSystemMessages
 from engine.text.tiktoken_tokenizer import is_kimi_tokenizer, kimi_tokenizer
 from engine.text.token_bytes import TokenBytes
 
-__all__ = ["Tokenizer", "import_tokenizers"]
+__all__ = ["Tokenizer", "TruncationSide", "import_tokenizers"]
+
+TruncationSide = Literal["left", "right"]
 
 
 def import_tokenizers() -> None:
@@ -127,6 +129,62 @@ class Tokenizer:
         # Unlike ``encode``, it releases the interpreter's lock, which a long text would hold for seconds.
         (encoding,) = self._rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
+
+    def encode_text(self, text: str, *, max_tokens: int | None = None, side: TruncationSide | None = None) -> list[int]:
+        """Return the token ids of a text for an embedding, with the tokenizer's own special tokens.
+
+        Args:
+            text: what is tokenised; special tokens spelled out in it count, as in sentence-transformers.
+            max_tokens: tokens to which it is cut, special ones included; None: it is not cut.
+            side: on which the text is cut; None: as the tokenizer's files say.
+
+        Raises:
+            RequestError: about ``input``, if the text has an unpaired surrogate.
+        """
+        return self._encode_cut((text,), max_tokens, side)[0]
+
+    def encode_pair(
+        self, first: str, second: str, *, max_tokens: int | None = None, side: TruncationSide | None = None
+    ) -> tuple[list[int], int]:
+        """Return the token ids of two texts joined for a reranker, and how many of them are of token type 0.
+
+        Args:
+            first: the query.
+            second: the document.
+            max_tokens: as for ``encode_text``; the longer text is cut first.
+            side: as for ``encode_text``.
+
+        Raises:
+            RequestError: about ``input``, if a text has an unpaired surrogate.
+        """
+        token_ids, token_types = self._encode_cut((first, second), max_tokens, side)
+        return token_ids, len(token_types) - sum(token_types)
+
+    def _encode_cut(
+        self, texts: tuple[str, ...], max_tokens: int | None, side: TruncationSide | None
+    ) -> tuple[list[int], list[int]]:
+        """Return the token ids and token types of one text or a pair."""
+        for text in texts:
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                problem = f"has {text[error.start]!r}, an unpaired surrogate, which is not valid Unicode"
+                raise RequestError(problem, param="input", remedy="send valid text") from None
+        side = side or self._tokenizer.truncation_side
+        if self._rust is None:
+            options = {} if max_tokens is None else {"truncation": True, "max_length": max_tokens}
+            self._tokenizer.truncation_side = side
+            encoded = self._tokenizer(*texts, return_token_type_ids=True, **options)
+            return list(encoded["input_ids"]), list(encoded["token_type_ids"])
+        self._rust.encode_special_tokens = False
+        if max_tokens is not None:
+            self._rust.enable_truncation(max_tokens, direction=side)
+        try:
+            (encoding,) = self._rust.encode_batch_fast([texts if len(texts) > 1 else texts[0]], add_special_tokens=True)
+        finally:
+            if max_tokens is not None:
+                self._rust.no_truncation()
+        return list(encoding.ids), list(encoding.type_ids)
 
     def bad_words_token_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Return the token ids of each word, at the start of a text and, as in vLLM, after a space.
