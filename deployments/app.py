@@ -42,7 +42,9 @@ def build_app(args: dict[str, Any]) -> Application:
     config.require_model()
     if config.tracing.otlp_endpoint is not None:
         require_exporter()
-    engines = _engine_deployment(config).bind(config.engine_config, config.limits.max_concurrent_requests_per_engine)
+    engines = _engine_deployment(config).bind(
+        config.engine_config, config.limits.max_concurrent_requests_per_engine, config.pooling_config
+    )
     return _ingress_deployment(config).bind(engines, config, needs_key=bool(ApiKeys.from_environment()))
 
 

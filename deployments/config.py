@@ -29,6 +29,9 @@ from engine.models.config.families.architectures import require_proven, require_
 from engine.models.config.files.config_json import context_length, num_positions, read_config_json, rope_of
 from engine.models.config.files.text_parts import text_fields
 from engine.models.gguf.file import gguf_name, is_gguf, open_gguf
+from engine.pooling.checkpoint import PooledCheckpoint
+from engine.pooling.config import PoolingConfig, PoolingType
+from engine.pooling.info import PoolingTask
 from engine.sampling_params import MAX_SEQUENCES
 from engine.text.template_files import PACKAGED_TEMPLATES, find_chat_template
 from engine.text.template_forms import LateSystemMessages
@@ -39,6 +42,7 @@ __all__ = [
     "AutoscalingOptions",
     "LimitOptions",
     "LoggingOptions",
+    "PoolingOptions",
     "ReplicaOptions",
     "RouterOptions",
     "TracingOptions",
@@ -47,6 +51,8 @@ __all__ = [
 ]
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model", "tekken.json")
+# Of an encoder. A repository that has one has a tokenizer.json nearly always.
+ENCODER_TOKENIZER_FILES = ("vocab.txt", "sentencepiece.bpe.model", "spiece.model")
 GGUF_TOKENIZER = "tokenizer.ggml.model"
 
 _ROUTING = RoutingOptions()
@@ -91,6 +97,7 @@ class LimitOptions(_Options):
     body_timeout_s: float = Field(default=10.0, ge=1.0, allow_inf_nan=False)
     max_body_bytes: int = Field(default=16 * 2**20, ge=1024)
     max_prompts_per_request: int = Field(default=1024, ge=1)
+    max_texts_per_request: int = Field(default=2048, ge=1)
     max_n: int = Field(default=16, ge=1, le=MAX_SEQUENCES)
     max_best_of: int = Field(default=16, ge=1, le=MAX_SEQUENCES)
     max_stored_responses: int = Field(default=1000, ge=0)
@@ -139,6 +146,14 @@ class AutoscalingOptions(_Options):
             )
 
 
+class PoolingOptions(_Options):
+    """How an embedding model is served, where that differs from what its files say; see engine/pooling/config.py."""
+
+    pooling_type: PoolingType | None = None
+    normalize: bool | None = None
+    matryoshka: bool | list[Annotated[int, Field(ge=1)]] | None = None
+
+
 class LoggingOptions(_Options):
     """The log line of each finished request; see deployments/request_log/log.py."""
 
@@ -162,6 +177,8 @@ class AppConfig(_Options):
 
     model: str = Field(min_length=1)
     model_name: str | None = Field(default=None, min_length=1)
+    task: Literal["generate"] | PoolingTask = "generate"
+    pooling: PoolingOptions = PoolingOptions()
     web: bool = True
     tool_parser: str | None = None  # None: as the chat template implies; "none": no tool calls are parsed
     reasoning_parser: str | None = None
@@ -195,9 +212,31 @@ class AppConfig(_Options):
             raise ConfigError(
                 "skip_tokenizer_init=True is for the offline API; a server needs the tokenizer, leave it out"
             )
+        if config.pooling_config is not None:
+            config.pooling_config.check_engine(engine)
+        if (config.task != "embed") and config.pooling != PoolingOptions():
+            raise ConfigError(f"args.pooling is for task: embed, and args.task={config.task!r}; leave it out")
         if config.replicas.gpus_per_engine is not None:
             require_valid_gpus_per_engine(config.replicas.gpus_per_engine, engine)
         return config
+
+    @property
+    def pooling_config(self) -> PoolingConfig | None:
+        """The further options of an engine that computes embeddings or scores; None: it generates text."""
+        if self.task == "generate":
+            return None
+        lengths = self.pooling.matryoshka
+        return PoolingConfig(
+            task=self.task,
+            pooling_type=self.pooling.pooling_type,
+            normalize=self.pooling.normalize,
+            matryoshka=tuple(lengths) if isinstance(lengths, list) else lengths,
+        )
+
+    @property
+    def has_page(self) -> bool:
+        """Whether there is a web page, whose playground needs generated text."""
+        return self.web and self.task == "generate"
 
     @property
     def model_path(self) -> Path:
@@ -265,6 +304,10 @@ class AppConfig(_Options):
                 serves.
         """
         path = self.model_path
+        if self.pooling_config is not None:
+            PooledCheckpoint.read(self.engine_config, self.pooling_config)
+            self._require_tokenizer((*TOKENIZER_FILES, *ENCODER_TOKENIZER_FILES))
+            return
         find_chat_template(path, self._chat_template)
         if is_gguf(path):
             self._require_servable(read_config_json(path))
@@ -274,9 +317,12 @@ class AppConfig(_Options):
         if not path.is_dir():
             raise ConfigError(f"model: '{self.model}' is not a directory (looked for {path}); give a checkpoint's path")
         config_json = read_config_json(path)
-        if not any((path / name).is_file() for name in TOKENIZER_FILES):
-            raise ConfigError(f"model: '{self.model}' holds no tokenizer; add one of {', '.join(TOKENIZER_FILES)}")
+        self._require_tokenizer(TOKENIZER_FILES)
         self._require_servable(text_fields(config_json))
+
+    def _require_tokenizer(self, names: Iterable[str]) -> None:
+        if not any((self.model_path / name).is_file() for name in names):
+            raise ConfigError(f"model: '{self.model}' holds no tokenizer; add one of {', '.join(names)}")
 
     def _require_servable(self, config_json: dict[str, Any]) -> None:
         """Check what the fields of a model of text tell; others get their value from transformers, in the engine."""

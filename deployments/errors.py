@@ -21,6 +21,7 @@ __all__ = [
     "ReplicaStalledError",
     "ReplicasLostError",
     "RequestTimeoutError",
+    "UnusableOutputError",
     "as_api_error",
     "is_replica_loss",
     "unwrap",
@@ -112,6 +113,10 @@ class RequestTimeoutError(PagodaError):
     """A request took longer than request_timeout_s."""
 
 
+class UnusableOutputError(PagodaError):
+    """The model has computed something for one text that no client can use, such as NaN."""
+
+
 _LOSSES = (
     EngineDeadError,
     ReplicaStalledError,
@@ -162,6 +167,8 @@ def as_api_error(error: Exception) -> ApiError:
         )
     if isinstance(error, ReplicasLostError):
         return ApiError(503, str(error), code="replica_lost", retry_after_s=1)
+    if isinstance(error, UnusableOutputError):
+        return ApiError(500, str(error), code="unusable_output")
     if is_replica_loss(error):
         logger.warning("a replica was lost: %s", type(error).__name__)
         return ApiError(

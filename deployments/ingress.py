@@ -22,6 +22,7 @@ from deployments.api.api_keys import ApiKeys
 from deployments.api.application import Application
 from deployments.api.endpoints import Endpoints
 from deployments.api.lazy_prompt_builder import LazyPromptBuilder
+from deployments.api.pooling.serving import PoolingServing
 from deployments.api.responses.store import StoredResponse
 from deployments.api.serving import Serving
 from deployments.config import AppConfig
@@ -78,10 +79,11 @@ class Ingress:
         self.endpoints = Endpoints(
             config,
             Serving(config, self._dispatcher, self._prompts, self._log),
+            PoolingServing(config, self._dispatcher, self._prompts, self._log),
             self._prompts,
             self._view,
             replicas,
-            page=WebPage(config.served_name, replicas).routes() if config.web else (),
+            page=WebPage(config.served_name, replicas).routes() if config.has_page else (),
             needs_key=bool(self._keys),
         )
         ingress_recorder().set(INGRESS_INFO, 1, model=config.served_name)

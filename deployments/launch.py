@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from deployments.api.api_keys import ApiKeys
 from deployments.launcher.home import provide_home
@@ -23,6 +24,16 @@ from deployments.launcher.stop_signals import StopRequested, install_stop_handle
 from engine.errors import PagodaError
 
 __all__ = ["main"]
+
+# A request for a server of each task, without the model.
+_EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
+    "generate": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "Hello! Who are you?"}], "stream": True},
+    ),
+    "embed": ("/v1/embeddings", {"input": ["Hello!", "What is a KV cache?"]}),
+    "score": ("/v1/rerank", {"query": "What is a KV cache?", "documents": ["It keeps keys and values.", "Hello!"]}),
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -79,11 +90,12 @@ def _serve(config: Path, endpoint: Endpoint, stop_at_once: threading.Event) -> i
 def _banner(endpoint: Endpoint, seconds: float) -> str:
     page = f"Open {endpoint.url}/ in a browser, or try:" if endpoint.has_page else "Try:"
     key = " -H 'Authorization: Bearer KEY'" if ApiKeys.from_environment() else ""
-    body = {"model": endpoint.model, "messages": [{"role": "user", "content": "Hello! Who are you?"}], "stream": True}
+    path, body = _EXAMPLES[endpoint.task]
+    body = {"model": endpoint.model} | body
     return (
         f"\npagoda: ready after {seconds:.0f} s: {endpoint.model} on {endpoint.url}/v1 (Ctrl-C stops it).\n"
         f"{page}\n\n"
-        f"  curl -N {endpoint.url}/v1/chat/completions{key} -H 'Content-Type: application/json' \\\n"
+        f"  curl -N {endpoint.url}{path}{key} -H 'Content-Type: application/json' \\\n"
         f"    -d '{json.dumps(body)}'\n\n"
         "`make status`, in another terminal, shows the replicas.\n"
     )

@@ -28,6 +28,8 @@ from engine.config import EngineConfig, EngineInfo
 from engine.engine import Engine
 from engine.observability.logs import forward_logs
 from engine.observability.metrics import METRICS
+from engine.pooling.config import PoolingConfig
+from engine.pooling.engine import PoolingEngine
 
 __all__ = ["EngineReplica"]
 
@@ -40,16 +42,17 @@ class EngineReplica:
     Args:
         config: the engine's options.
         max_requests: unfinished requests that it takes; further ones wait in the ingresses.
+        pooling: further options of an engine that computes embeddings or scores; None: it generates text.
     """
 
-    def __init__(self, config: EngineConfig, max_requests: int) -> None:
+    def __init__(self, config: EngineConfig, max_requests: int, pooling: PoolingConfig | None = None) -> None:
         forward_logs(logger)  # first: the engine logs while it loads
         self._name: str = serve.get_replica_context().replica_id.unique_id
         self._recorder = Recorder(METRICS)
         # This node's address in the cluster: ingresses on other nodes connect to it.
         host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         self._publisher = KVEventPublisher(self._name, host)
-        self._engine = in_yielding_thread(config, partial(self._start_engine, config))
+        self._engine = in_yielding_thread(config, partial(self._start_engine, config, pooling))
         # Serve calls the constructor on the event loop that runs this replica's code.
         self._channel = ChannelServer(
             self._engine, host, max_requests=max_requests, on_hashes=self._publisher.publish_awaited
@@ -61,7 +64,10 @@ class EngineReplica:
         gc.freeze()  # these objects stay: a garbage collection that traverses them would delay every stream
         logger.info("engine ready: %s", self._engine.info)
 
-    def _start_engine(self, config: EngineConfig) -> AsyncEngine:
+    def _start_engine(self, config: EngineConfig, pooling: PoolingConfig | None) -> AsyncEngine:
+        if pooling is not None:
+            pools = PoolingEngine.from_config(config, pooling, sink=self._recorder)
+            return AsyncEngine(pools, on_load=self._publisher.publish_load)
         engine = Engine.from_config(config, sink=self._recorder, on_kv_events=self._publisher.publish_events)
         started = AsyncEngine(engine, on_load=self._publisher.publish_load)
         started.load_grammar_compiler()
@@ -82,11 +88,8 @@ class EngineReplica:
 
     async def record_replica_metadata(self) -> dict[str, Any]:
         """Return the metadata that Serve passes to every router once this replica is ready."""
-        return {
-            ENDPOINT: self._publisher.endpoint,
-            BLOCK_SIZE: self._engine.info.block_size,
-            **self._channel.address.metadata,
-        }
+        blocks = {BLOCK_SIZE: self._engine.info.block_size} if self._engine.info.num_blocks else {}
+        return {ENDPOINT: self._publisher.endpoint, **blocks, **self._channel.address.metadata}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the numbers that the autoscaling policy reads."""

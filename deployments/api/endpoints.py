@@ -8,6 +8,8 @@ from deployments.api.anthropic.endpoints import MessagesApi
 from deployments.api.body import BodyReader
 from deployments.api.lazy_prompt_builder import LazyPromptBuilder
 from deployments.api.openai.endpoints import Models, OpenAiApi
+from deployments.api.pooling.endpoints import PoolingApi
+from deployments.api.pooling.serving import PoolingServing
 from deployments.api.responses.endpoints import Responses
 from deployments.api.routes import ApiRoute
 from deployments.api.serving import Serving
@@ -26,6 +28,7 @@ class Endpoints:
     Args:
         config: the application's configuration.
         serving: answers the requests for tokens.
+        pooling: answers those for embeddings and scores.
         prompts: knows the engines' description.
         view: the engines that the router knows.
         replicas: calls all replicas.
@@ -41,6 +44,7 @@ class Endpoints:
         self,
         config: AppConfig,
         serving: Serving,
+        pooling: PoolingServing,
         prompts: LazyPromptBuilder,
         view: ClusterView,
         replicas: Replicas,
@@ -55,6 +59,7 @@ class Endpoints:
             *OpenAiApi(serving, bodies).routes(),
             *self.responses.routes(),
             *MessagesApi(serving, bodies, strip_billing_header=config.strip_billing_header).routes(),
+            *PoolingApi(pooling, bodies).routes(),
             *Models(serving).routes(),
             *Invocations(serving, bodies).routes(),
             *Tokenization(serving, bodies).routes(),

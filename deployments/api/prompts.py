@@ -85,7 +85,7 @@ class PromptBuilder:
     async def chat_token_ids(self, conversation: Conversation) -> list[int]:
         """Return the tokens of a conversation, which may be longer than the context."""
         render = partial(self._render, conversation, max_contexts=MAX_CONTEXTS)
-        with self._counted(_cost(conversation), "messages"):
+        with self.counted(_cost(conversation), "messages"):
             token_ids: list[int] = await self.run_with_tokenizer(render, cost=_cost(conversation))
         return token_ids
 
@@ -102,7 +102,7 @@ class PromptBuilder:
             self._validator.check_token_ids(param, token_ids)
             return tokenizer.decode(token_ids, skip_special_tokens=False)
 
-        with self._counted(len(token_ids), param):
+        with self.counted(len(token_ids), param):
             text: str = await self.run_with_tokenizer(decode, cost=len(token_ids))
         return text
 
@@ -110,12 +110,12 @@ class PromptBuilder:
         """Return the tokens of a text, which may be longer than the context."""
         self._check_length(len(text), "prompt", MAX_CONTEXTS)
         encode = partial(_encode, text, add_special_tokens=add_special_tokens)
-        with self._counted(len(text), "prompt"):
+        with self.counted(len(text), "prompt"):
             token_ids: list[int] = await self.run_with_tokenizer(encode, cost=len(text))
         return token_ids
 
     @contextmanager
-    def _counted(self, cost: int, param: str) -> Iterator[None]:
+    def counted(self, cost: int, param: str) -> Iterator[None]:
         """Count a text that is not a prompt while it is processed, so that many of them delay no prompt for long.
 
         Raises:

@@ -54,6 +54,7 @@ class Serving:
 
     Attributes:
         model: the served name.
+        task: what the engines compute; other tasks than ``generate`` have endpoints of their own.
     """
 
     def __init__(self, config: AppConfig, dispatcher: Dispatcher, prompts: LazyPromptBuilder, log: RequestLog) -> None:
@@ -62,6 +63,7 @@ class Serving:
         self._dispatcher = dispatcher
         self._prompts = prompts
         self._log = log
+        self.task = config.task
         self._parsers = (config.tool_parser, config.reasoning_parser)
         self._formats: AnswerFormats | None = None  # once there is a tokenizer
 
@@ -116,6 +118,14 @@ class Serving:
     def _admit(self, body: GenerationRequest) -> None:
         """Reject a request for another model, or while too much is queued."""
         self._require_model(body.model)
+        if self.task != "generate":
+            raise ApiError(
+                400,
+                f"model '{self.model}' is served with task: {self.task} and generates no text; use "
+                + ("POST /v1/embeddings" if self.task == "embed" else "POST /v1/rerank or /v1/score"),
+                param="model",
+                code="wrong_task",
+            )
         check_queue_limits(self._dispatcher, self._limits, body.priority)
 
     def _require_model(self, name: str | None) -> None:

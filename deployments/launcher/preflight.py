@@ -48,6 +48,7 @@ class Endpoint:
     model: str
     has_page: bool = False
     limits: ProxyLimits = field(default_factory=ProxyLimits)
+    task: str = "generate"
 
     @property
     def url(self) -> str:
@@ -83,7 +84,7 @@ def _check(document: dict[str, Any]) -> Endpoint:
         raise ConfigError(f"no application has import_path: {IMPORT_PATH}; serve_config.yaml shows one")
     application, config = ours[0]
     prefix = str(application.get("route_prefix") or "/")
-    return Endpoint(http.host, http.port, prefix, config.served_name, config.web, config.limits.proxy)
+    return Endpoint(http.host, http.port, prefix, config.served_name, config.has_page, config.limits.proxy, config.task)
 
 
 def _validate(document: dict[str, Any]) -> ServeDeploySchema:

@@ -1,6 +1,6 @@
 """The paths that the proxy, the ingress and the request log have to agree on. Imports nothing; see __init__.py.
 
-An endpoint that generates tokens is an ApiRoute in its API's folder and a line of OPERATIONS.
+An endpoint that makes an engine compute is an ApiRoute in its API's folder and a line of OPERATIONS.
 """
 
 from __future__ import annotations
@@ -15,6 +15,14 @@ OPERATIONS = {
     "/v1/messages": "chat",
     "/v1/responses": "chat",
     "/invocations": "chat",
+    "/v1/embeddings": "embeddings",
+    "/pooling": "embeddings",
+    "/score": "score",
+    "/v1/score": "score",
+    "/rerank": "rerank",
+    "/v1/rerank": "rerank",
+    "/v2/rerank": "rerank",
+    "/classify": "classify",
 }
 HEALTH_PATHS = ("/health", "/ping")
 _MESSAGES = "/v1/messages"

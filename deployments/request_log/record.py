@@ -11,16 +11,19 @@ from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from time import monotonic, time_ns
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from asyncio import Task
 
     from deployments.errors import ApiError
-    from deployments.requests.generation import Generation
+    from deployments.requests.prompt import Prompt
+    from deployments.transport.request_channel.dispatch import Dispatch
+    from engine.sampling_params import SamplingParams
 
 __all__ = [
     "CLIENT_CLOSED",
+    "Answer",
     "RequestRecord",
     "current_record",
     "find_record",
@@ -29,6 +32,25 @@ __all__ = [
 ]
 
 CLIENT_CLOSED = 499  # the status that is logged; the client has disconnected and gets none, or has cancelled
+
+
+class Answer(Protocol):
+    """What the engines have computed for one prompt: generated text, or a vector or scores."""
+
+    @property
+    def prompt(self) -> Prompt: ...
+    @property
+    def params(self) -> SamplingParams | None: ...
+    @property
+    def attempts(self) -> Sequence[Dispatch]: ...
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+    @property
+    def num_cached_tokens(self) -> int: ...
+    @property
+    def num_migrations(self) -> int: ...
+    @property
+    def finish_reason(self) -> str | None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +71,7 @@ class RequestRecord:
     seed: int | None = None  # as the client sent it
     num_answers: int = 1  # to each prompt
     num_generated: int = 1  # answers generated for each prompt, of which the best ``num_answers`` are returned
-    generations: Sequence[Generation] = ()
+    generations: Sequence[Answer] = ()
     response_id: str = ""
     prompt: str | None = None  # the text to log, if prompts are logged
     background: Task[None] | None = None  # what answers the request after its response, if anything does
@@ -128,7 +150,7 @@ class RequestRecord:
         self.generations, self.prompt = (), None
 
     @property
-    def _first_answers(self) -> Sequence[Generation]:
+    def _first_answers(self) -> Sequence[Answer]:
         """The first answer to each prompt."""
         return self.generations[:: self.num_generated]
 

@@ -38,21 +38,20 @@ def request_attributes(record: RequestRecord, model: str) -> dict[str, Any]:
 
 
 def _generation_attributes(record: RequestRecord, model: str) -> dict[str, Any]:
-    params = record.generations[0].params
     attributes: dict[str, Any] = {
         "gen_ai.response.id": record.response_id,
         "gen_ai.response.model": model,
         "gen_ai.request.stream": record.stream,
         "gen_ai.request.choice.count": record.num_answers,
-        "gen_ai.request.temperature": params.temperature,
-        "gen_ai.request.top_p": params.top_p,
         "gen_ai.usage.input_tokens": record.num_prompt_tokens,
         "gen_ai.usage.output_tokens": record.num_output_tokens,
         "gen_ai.usage.cache_read.input_tokens": record.num_cached_tokens,
         "pagoda.replica": record.replica,
     }
+    if (params := record.generations[0].params) is not None:
+        attributes |= {"gen_ai.request.temperature": params.temperature, "gen_ai.request.top_p": params.top_p}
     optional = {
-        "gen_ai.request.max_tokens": params.max_tokens,
+        "gen_ai.request.max_tokens": None if params is None else params.max_tokens,
         "gen_ai.request.seed": record.seed,
         "gen_ai.response.finish_reasons": record.finish_reasons or None,
         "gen_ai.latency.time_to_first_token": record.ttft_s,

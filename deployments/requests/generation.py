@@ -9,29 +9,21 @@ knows nothing of HTTP.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from deployments.errors import ReplicasLostError, is_replica_loss, unwrap
-from deployments.observability.ingress_metrics import REQUEST_MIGRATIONS, ingress_recorder
 from deployments.requests.dispatcher import Dispatcher
 from deployments.requests.prompt import Prompt
+from deployments.requests.retries import Retries
 from deployments.transport.request_channel.dispatch import Dispatch
-from deployments.transport.request_channel.errors import StreamPausedError
-from engine.errors import OverloadedError
 from engine.outputs import EngineOutput, FinishReason, TokenLogprobs
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.text.text_stream import TextStream
 
 __all__ = ["Delta", "Generation"]
-
-logger = logging.getLogger("ray.serve")
-
-MAX_OVERLOAD_RETRIES = 1  # attempts of an answer after a full replica
 
 
 @dataclass(slots=True)
@@ -77,12 +69,8 @@ class Generation:
         self._request = request
         self._text = text
         self._prompt_only = prompt_only
-        self._max_migrations = max_migrations
         self._keeps_logprobs = keeps_logprobs
-        self._avoid: list[str] = []  # replicas that failed this answer
-        self._num_overload_retries = 0
-        self._num_pauses = 0
-        self.num_migrations = 0
+        self._retries = Retries(request.request_id, max_migrations)
         self.attempts: list[Dispatch] = []
         self.index = index
         self.prompt = prompt
@@ -98,6 +86,11 @@ class Generation:
     def params(self) -> SamplingParams:
         """The sampling parameters."""
         return self._request.params
+
+    @property
+    def num_migrations(self) -> int:
+        """Number of migrations to another replica."""
+        return self._retries.num_migrations
 
     @property
     def mean_logprob(self) -> float:
@@ -133,7 +126,7 @@ class Generation:
                         self.replica = self.replica or dispatch.replica
                     yield None if output is None else self._receive(output)
             except Exception as error:
-                self._prepare_retry(dispatch, unwrap(error))
+                self._retries.prepare(dispatch, error)
             finally:
                 self._dispatcher.end(dispatch)
                 dispatch.forget_failure()
@@ -147,22 +140,21 @@ class Generation:
         """Send the prompt, and the tokens received so far, to a replica."""
         self.replica = ""
         dispatch = self._dispatcher.send(
-            self._remaining_request(), self.prompt.block_hashes, avoid=list(self._avoid), deadline=deadline
+            self._remaining_request(), self.prompt.block_hashes, avoid=list(self._retries.avoid), deadline=deadline
         )
         self.attempts.append(dispatch)
         return dispatch
 
     def _remaining_request(self) -> EngineRequest:
         """Return the request with the tokens received so far, which the engine continues."""
-        retries = self._num_overload_retries + self.num_migrations + self._num_pauses
-        if not retries:
+        if not self._retries:
             return self._request
         params = self._request.params
         if self.token_ids and params.prompt_logprobs is not None:
             params = replace(params, prompt_logprobs=None)  # they came with the first token
         return replace(
             self._request,
-            request_id=f"{self._request.request_id}-{retries}",
+            request_id=f"{self._request.request_id}-{len(self._retries)}",
             params=params,
             output_token_ids=list(self.token_ids),
         )
@@ -196,38 +188,3 @@ class Generation:
             delta.logprobs = None if output.logprobs is None else output.logprobs[:kept]
             delta.finish_reason, delta.stop_reason = FinishReason.STOP, self._text.stop_string
         return delta
-
-    def _prepare_retry(self, dispatch: Dispatch, error: Exception) -> None:
-        """Avoid the replica of a failed dispatch from now on, unless it only paused.
-
-        Raises:
-            Exception: the error, if another replica cannot do better.
-        """
-        replica = dispatch.replica = getattr(error, "replica", "") or dispatch.replica
-        dispatch.error = type(error).__name__
-        if isinstance(error, StreamPausedError):
-            self._num_pauses += 1
-            return
-        if isinstance(error, OverloadedError):
-            if not replica or replica in self._avoid or self._num_overload_retries >= MAX_OVERLOAD_RETRIES:
-                raise error
-            self._num_overload_retries += 1
-        elif is_replica_loss(error):
-            self._migrate(error, replica)
-        else:
-            raise error
-        if replica and replica not in self._avoid:
-            self._avoid.append(replica)
-
-    def _migrate(self, error: Exception, replica: str) -> None:
-        """Count a migration; raises if there were too many."""
-        if self.num_migrations >= self._max_migrations:
-            raise ReplicasLostError(self.num_migrations + 1) from error
-        self.num_migrations += 1
-        ingress_recorder().increment(REQUEST_MIGRATIONS)
-        logger.warning(
-            "replica %s was lost (%s); another one continues its request, request_id=%s",
-            replica or "(unknown)",
-            error,
-            self._request.request_id,
-        )

@@ -1,4 +1,8 @@
-"""TextQueue: the texts that wait for a batch, by priority and arrival, within limits."""
+"""TextQueue: the texts that wait for a batch, by priority and in turns of their clients, within limits.
+
+Turns are start-time fair queueing (Goyal, Vin and Cheng, 1996) over tokens: a text of a client that has sent a thousand
+does not go before the first text of another.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +20,11 @@ class WaitingText:
     """A request in the queue. The smallest one is computed first.
 
     Attributes:
-        key: (negative priority, number of the arrival).
+        key: (negative priority, start in the client's turns, number of the arrival).
         arrived: by the monotonic clock.
     """
 
-    key: tuple[int, int]
+    key: tuple[int, int, int]
     request: EngineRequest = field(compare=False)
     arrived: float = field(compare=False)
 
@@ -43,6 +47,8 @@ class TextQueue:
         self._max_tokens = max_tokens
         self._heap: list[WaitingText] = []
         self._by_id: dict[str, WaitingText] = {}  # an aborted request leaves here at once, and the heap later
+        self._virtual_time = 0  # tokens: the start of the text that was taken last
+        self._ends: dict[str, int] = {}  # of each client's last text, in the same tokens
         self.num_tokens = 0
         self._num_arrived = 0
 
@@ -56,8 +62,10 @@ class TextQueue:
             OverloadedError: if the queue is full and holds too few requests of lower priority.
         """
         self._num_arrived += 1
-        text = WaitingText((-request.priority, self._num_arrived), request, arrived)
+        start = max(self._virtual_time, self._ends.get(request.client, 0))
+        text = WaitingText((-request.priority, start, self._num_arrived), request, arrived)
         rejected = self._to_reject(text)
+        self._ends[request.client] = start + text.num_tokens
         for victim in rejected:
             self.remove(victim.request.request_id)
         heapq.heappush(self._heap, text)
@@ -106,4 +114,7 @@ class TextQueue:
             self.remove(first.request.request_id)
             batch.append(first)
             num_tokens += first.num_tokens
+            self._virtual_time = max(self._virtual_time, first.key[1])
+        if not self._by_id:  # everyone's turn begins again
+            self._virtual_time, self._ends, self._heap = 0, {}, []
         return batch

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 from msgspec.structs import replace
 
 from engine.outputs import EngineOutput, FinishReason, Logprob, TokenLogprobs
@@ -9,6 +11,7 @@ from engine.request import EngineRequest
 from tests.deployments.fakes import FakeEngines, Script
 
 TOKENS = (70, 71)
+NUM_NUMBERS = 1  # of a vector, or scores
 
 
 class AnsweringEngines(FakeEngines):
@@ -22,6 +25,9 @@ class AnsweringEngines(FakeEngines):
 
 
 def _outputs(request: EngineRequest) -> list[EngineOutput]:
+    if request.pooling is not None:
+        numbers = array("f", [0.5] * (request.pooling.dimensions or NUM_NUMBERS))
+        return [EngineOutput("id", 0, [], FinishReason.STOP, is_last=True, replica="r1", pooled=numbers.tobytes())]
     params = request.params
     if params.beam_width is not None:
         answer = EngineOutput("id", 0, list(TOKENS), FinishReason.LENGTH, replica="r1")

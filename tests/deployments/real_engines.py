@@ -8,13 +8,13 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from engine.engine import Engine
 from engine.request import EngineRequest
+from engine.step_engine import StepEngine
 from tests.deployments.fakes import FakeEngines, Script
 
 
 class _Info:
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: StepEngine) -> None:
         self._engine = engine
 
     def __await__(self) -> Generator[Any, None, Any]:
@@ -28,7 +28,7 @@ class _Info:
 class RealEngines(FakeEngines):
     """A handle, and the dispatcher, of one engine."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: StepEngine) -> None:
         super().__init__([])
         self.engine = engine
 
@@ -38,7 +38,8 @@ class RealEngines(FakeEngines):
 
     def answer(self, request: EngineRequest) -> Script:
         self.engine.check_request(request)
-        grammar = self.engine.grammars.compile(request.params.structured_outputs)
+        grammars = self.engine.grammars
+        grammar = None if grammars is None else grammars.compile(request.params.structured_outputs)
         self.engine.queue_request(request, grammar=grammar)
         outputs: Script = []
         while self.engine.has_unfinished:

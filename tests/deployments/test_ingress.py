@@ -249,7 +249,7 @@ def test_a_stream_that_takes_too_long_ends_with_an_error(client: TestClient, eng
 
 
 def test_unknown_paths_are_404(client: TestClient) -> None:
-    for path in ("/docs", "/redoc", "/v1/embeddings", "/v1/images/generations"):
+    for path in ("/docs", "/redoc", "/v1/audio/speech", "/v1/images/generations"):
         answer = client.get(path)
         assert answer.status_code == 404
         assert answer.json()["error"]["type"] == "not_found_error"

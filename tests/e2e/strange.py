@@ -23,7 +23,11 @@ GETS = [
     "/ping", "/metrics", "/version", "/load", "/server_info", "/openapi.json", "/", "/web/app.js", "/live",
     "/-/healthz", "/-/routes",
 ]  # fmt: skip
-POSTS = ["/v1/responses/resp_none/cancel"]
+# Those of a server with another task, which refuses their bodies.
+OTHER_TASKS = [
+    "/v1/embeddings", "/pooling", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/classify",
+]  # fmt: skip
+POSTS = ["/v1/responses/resp_none/cancel", *OTHER_TASKS]
 DELETES = ["/v1/responses/resp_none"]
 PATHS = [*ENDPOINTS, *GETS, *POSTS]
 # Headers that Ray Serve, Starlette, uvicorn or HAProxy read.

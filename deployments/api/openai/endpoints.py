@@ -80,4 +80,5 @@ class Models:
             "created": self._started,
             "owned_by": "pagoda",
             "max_model_len": builder.max_total_tokens,
+            "task": self._serving.task,
         }

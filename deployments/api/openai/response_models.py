@@ -250,6 +250,7 @@ class ModelCard(_Part):
     created: int
     owned_by: str
     max_model_len: int
+    task: Literal["generate", "embed", "score"]
 
 
 class ModelList(_Part):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
+from engine.pooling.info import PoolingInfo
 from engine.text.tokenizer import Tokenizer
 from tests.deployments.conftest import OpenClient
-from tests.deployments.fakes import FakeEngines, output
+from tests.deployments.fakes import INFO, FakeEngines, output
 from tests.engine.checkpoints import save_tokenizer
 
 # As Qwen3's: the markers of calls are special tokens here, so that a parser has to ask for them.
@@ -25,6 +27,25 @@ TEMPLATE = (
     "{{ opening }}{# <tool_call> #}"
 )
 MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+
+
+POOLED = replace(
+    INFO,
+    num_blocks=0,
+    pooling=PoolingInfo("embed", 1, matryoshka=(1,), prompts=(("query", "query: "),)),
+)
+
+
+@pytest.fixture
+def open_pooled(open_client: OpenClient, engines: FakeEngines, tokenizer_path: Path) -> Callable[[str], TestClient]:
+    """Return a function that starts an ingress over fake engines with a task."""
+
+    def start(task: str) -> TestClient:
+        scores = PoolingInfo("score", 1)
+        engines.engine_info = POOLED if task == "embed" else replace(POOLED, pooling=scores)
+        return open_client(task=task)
+
+    return start
 
 
 @pytest.fixture(scope="session")

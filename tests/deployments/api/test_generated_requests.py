@@ -8,6 +8,7 @@ document declares, invalid bodies must be rejected, and no status is 5xx but 501
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -63,6 +64,25 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> AnsweringEngines:
     engines = AnsweringEngines()
     monkeypatch.setattr("deployments.ingress.Dispatcher", lambda *_, **__: engines)
     return engines
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")  # schemathesis' own
+@pytest.mark.parametrize("mode", ["POSITIVE", "NEGATIVE"])
+@pytest.mark.parametrize("task", ["embed", "score"])
+def test_generated_requests_of_other_tasks(task: str, mode: str, open_pooled: Callable[[str], TestClient]) -> None:
+    from schemathesis.checks import load_all_checks
+
+    load_all_checks()
+    client = open_pooled(task)
+    statuses: Counter[int] = Counter()
+    paths = {"embed": ("/v1/embeddings", "/pooling"), "score": ("/v1/score", "/v1/rerank", "/classify")}[task]
+    for operation in _operations(client):
+        if operation.path in paths:
+            _check(client, operation, mode, 15, statuses)
+    assert statuses[400]
+    # Hardly any generated name is that of a prompt, or length one to which vectors are cut.
+    assert statuses[200] or mode == "NEGATIVE" or task == "embed"
 
 
 @pytest.mark.long

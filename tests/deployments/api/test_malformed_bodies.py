@@ -16,6 +16,7 @@ from starlette.testclient import TestClient
 
 from deployments.ingress import Ingress
 from tests.deployments.answering_engines import AnsweringEngines
+from tests.deployments.conftest import OpenClient
 
 MESSAGES: list[Any] = [
     {"role": "user", "content": "the cache"},
@@ -42,6 +43,14 @@ MESSAGE: dict[str, Any] = {
     "system": [{"type": "text", "text": "b"}], "stop_sequences": ["x"], "thinking": {"type": "disabled"},
     "tools": [{"name": "f", "input_schema": {"type": "object"}}], "tool_choice": {"type": "auto"}, "top_k": 3,
 }  # fmt: skip
+EMBEDDING: dict[str, Any] = {
+    "input": ["a", "the cache"], "model": "tiny", "encoding_format": "float", "dimensions": 2, "user": "u",
+    "truncate_prompt_tokens": 5, "truncation_side": "left", "normalize": True, "priority": 1, "prompt_name": "query",
+}  # fmt: skip
+SCORE: dict[str, Any] = {"text_1": "a", "text_2": ["b", "the cache"], "model": "tiny", "truncate_prompt_tokens": -1}
+RERANK: dict[str, Any] = {
+    "query": "a", "documents": ["b", {"text": "the cache"}], "top_n": 1, "return_documents": True, "model": "tiny",
+}  # fmt: skip
 BODIES: dict[str, list[dict[str, Any]]] = {
     "/v1/chat/completions": [CHAT],
     "/v1/completions": [COMPLETION],
@@ -51,13 +60,21 @@ BODIES: dict[str, list[dict[str, Any]]] = {
     "/v1/messages/count_tokens": [MESSAGE],
     "/invocations": [CHAT, COMPLETION],
     "/tokenize": [CHAT, {"prompt": "the cache", "add_special_tokens": True, "return_token_strs": True}],
+    "/v1/embeddings": [EMBEDDING, {"input": [[5, 6], [7]], "encoding_format": "base64"}],
+    "/pooling": [EMBEDDING],
+    "/score": [SCORE],
+    "/v1/score": [SCORE, {"queries": "a", "documents": ["b", "c"]}],
+    "/rerank": [RERANK],
+    "/v1/rerank": [RERANK],
+    "/v2/rerank": [RERANK],
+    "/classify": [{"input": ["a", "b"], "model": "tiny"}],
     "/detokenize": [{"tokens": [5, 6, 7], "model": "tiny"}],
 }
 VALUES: list[Any] = [
     None, True, False, 0, 1, -1, 2**31, 2**63, -(2**64), 10**400, 0.0, -0.5, 1e308, "", "a", "\ud800", "\x00", "é" * 50,
     [], [[]], [None], {}, {"": None}, {"type": None}, [0] * 200, ["a"] * 200, {"a": {"b": {"c": []}}}, "token_id:5",
 ]  # fmt: skip
-NUM_BODIES = 4_000
+NUM_BODIES, NUM_POOLED = 4_000, 1_000
 
 
 def _places(value: Any) -> list[tuple[Any, Any]]:
@@ -93,6 +110,29 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> AnsweringEngines:
     engines = AnsweringEngines()
     monkeypatch.setattr("deployments.ingress.Dispatcher", lambda *_, **__: engines)
     return engines
+
+
+POOLED = [path for path in BODIES if not path.startswith(("/v1/c", "/v1/m", "/v1/resp", "/inv", "/tok", "/detok"))]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("task", ["embed", "score"])
+def test_malformed_bodies_harm_no_server_of_another_task(
+    task: str, open_pooled: OpenClient, engines: AnsweringEngines
+) -> None:
+    client = open_pooled(task)
+    rng, statuses = random.Random(2), Counter[int]()
+    for number in range(NUM_POOLED):
+        path = POOLED[number % len(POOLED)]
+        content = _malformed(rng, rng.choice(BODIES[path]))
+        answer = client.post(path, content=content, headers={"content-type": "application/json"})
+        statuses[answer.status_code] += 1
+        assert answer.status_code < 500 or answer.status_code in (501, 503), (path, content, answer.text)
+        if answer.status_code >= 400:
+            assert "error" in answer.json(), (path, content)
+    assert {200, 400} <= set(statuses), statuses
+    assert all(dispatch.ended is not None for dispatch in engines.dispatches)
+    assert client.get("/health").status_code == 200
 
 
 @pytest.mark.long

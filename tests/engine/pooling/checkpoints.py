@@ -27,7 +27,8 @@ from transformers import (
 
 from tests.engine.checkpoints import save_tokenizer
 
-WORDS = ["the", "cache", "holds", "keys", "and", "values", "of", "every", "token", "a", "query", "finds", "blocks", "in", "memory", "yes", "no", "what", "is", "paged"]
+SENTENCE = "the cache holds keys and values of every token a query finds blocks in memory yes no what is paged"
+WORDS = SENTENCE.split()
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 VOCAB_SIZE = 384
 HIDDEN = 64

@@ -1,4 +1,4 @@
-"""The oracle: transformers' own classes, one text at a time or padded, with sentence-transformers' documented pooling."""
+"""The oracle: transformers' own classes, one text at a time or padded, with the pooling that sbert.net documents."""
 
 from __future__ import annotations
 
