@@ -61,9 +61,8 @@ def test_options_that_have_no_effect_are_refused(bert: Path, options: dict[str, 
 
 
 def _add_module(path: Path, kind: str) -> None:
-    write_json(
-        path / "modules.json", [{"idx": 0, "name": "0", "path": "0_X", "type": f"sentence_transformers.models.{kind}"}]
-    )
+    module = {"idx": 0, "name": "0", "path": "0_X", "type": f"sentence_transformers.models.{kind}"}
+    write_json(path / "modules.json", [module])
 
 
 def _change_pooling(path: Path, **config: Any) -> None:
@@ -85,7 +84,7 @@ def _change_pooling(path: Path, **config: Any) -> None:
         (lambda path: _change_pooling(path, pooling_mode="attention"), "asks for the pooling 'attention'"),
         (lambda path: _change_pooling(path), "asks for the pooling"),
         (lambda path: _change_pooling(path, pooling_mode="mean", include_prompt=False), "include_prompt=false"),
-        (lambda path: save_sentence_files(path, "cls_token", prompts={"a": "b"}, default_prompt="c"), "default_prompt_name='c'"),
+        (lambda path: save_sentence_files(path, "cls_token", prompts={"a": ""}, default_prompt="c"), "_name='c'"),
     ],
 )  # fmt: skip
 def test_files_that_ask_for_something_else(bert: Path, spoil: Callable[[Path], None], message: str) -> None:
@@ -117,7 +116,7 @@ LAYER = "encoder.layer.0.output.dense.weight"
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda path: _change_weights(path, lambda weights: weights.pop(LAYER)), f"{LAYER} .*missing or of another shape"),
+        (lambda path: _change_weights(path, lambda weights: weights.pop(LAYER)), f"{LAYER} .*missing or of"),
         (lambda path: _change_weights(path, lambda w: w[LAYER].fill_(float("nan"))), f"'{LAYER}' .* holds NaN"),
         (lambda path: (path / "model.safetensors").write_bytes(b"x"), "could not be loaded"),
         (lambda path: (path / "model.safetensors").rename(path / "pytorch_model.bin"), "could not be loaded"),

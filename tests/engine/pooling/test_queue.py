@@ -70,7 +70,7 @@ OPERATION = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(OPERATION, max_size=60))
 def test_every_text_leaves_exactly_once(operations: list[tuple[str, int, object, int]]) -> None:
     """A list is the shadow model: what was added and has neither been taken, aborted nor rejected still waits."""
