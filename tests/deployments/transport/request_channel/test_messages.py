@@ -25,6 +25,7 @@ from engine.errors import EngineDeadError, OverloadedError, PromptTooLongError, 
 from engine.options.structured_outputs import StructuredOutputsParams
 from engine.options.thinking_budget import ThinkingBudget
 from engine.outputs import EngineOutput, FinishReason, Logprob, RequestTiming
+from engine.pooling_params import PoolingParams
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 
@@ -114,6 +115,29 @@ def test_a_request_arrives_as_it_was(
     assert arrived == replace(request, request_id="other")
     assert list(arrived.params.ids_by_parameter()) == list(request.params.ids_by_parameter())
     assert len(message.hashes) == 8 * len(hashes)
+
+
+@given(
+    st.builds(
+        PoolingParams,
+        st.one_of(st.none(), st.integers(1, 2**20)),
+        st.one_of(st.none(), st.booleans()),
+        st.booleans(),
+        st.one_of(st.none(), st.integers(0, 2**20)),
+    ),
+    st.binary(max_size=40),
+)
+@settings(max_examples=30, deadline=None)
+def test_a_text_and_its_vector_arrive_as_they_were(pooling: PoolingParams, vector: bytes) -> None:
+    request = EngineRequest("id", [1, 2], pooling=pooling)
+    message = decode_from_ingress(encode_request(1, 1, request, []))
+    assert isinstance(message, Submit)
+    assert request_of(message, "id") == request
+    output = EngineOutput("", 0, [], FinishReason.STOP, is_last=True, pooled=vector)
+    arrived = decode_from_replica(encode(Outputs(1, [], [], [(1, output)], [])))
+    assert isinstance(arrived, Outputs)
+    assert arrived.others == [(1, output)]
+    assert EngineOutput.join([output, output]).pooled == vector
 
 
 def test_bounds_beyond_64_bits_stay_bounds() -> None:
