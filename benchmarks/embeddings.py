@@ -3,9 +3,9 @@
     python -m benchmarks.embeddings --out benchmarks/results/embeddings.json
 
 Checkpoints have the shapes of all-MiniLM-L6-v2 (22M parameters) and BERT base (110M) with random weights, on which
-speed does not depend. The other way is transformers' model with padded batches of 32 texts sorted by length, mean
-pooling and normalisation, on as many threads. Both get token ids, so that no tokenizer is measured. The ways alternate
-chunk by chunk, so that both see the same disturbances of a shared machine; the times of all chunks are added up.
+speed does not depend. The other way is transformers' model with padded batches of 32 texts of 2,000 that are sorted by
+length, mean pooling and normalisation, on as many threads. Both get token ids, so that no tokenizer is measured. The
+ways alternate batch by batch, so that both see the same disturbances of a shared machine; the times are added up.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ SHAPES: dict[str, dict[str, int]] = {
 SHORTEST, LONGEST = 20, 400  # tokens of a text
 FIRST_WORD = 1000  # of BERT's vocabulary; the ids before it are special
 BATCH = 32
-CHUNK = 100  # texts between two changes
+NUM_TEXTS = 2000
 
 Texts = Sequence[list[int]]
 Way = Callable[[Texts], torch.Tensor]
@@ -63,7 +63,7 @@ def main() -> None:
     """Print a line for each shape, and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["minilm-22m", "bert-110m"])
-    parser.add_argument("--num-texts", type=int, default=2000)
+    parser.add_argument("--batches", type=int, help="a random part of the batches of each way; default: all")
     parser.add_argument("--threads", type=int, default=available_cpus())
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the engine")
     parser.add_argument("--out", type=Path)
@@ -72,7 +72,7 @@ def main() -> None:
     records = []
     for shape in arguments.shapes:
         with tempfile.TemporaryDirectory() as directory:
-            record = measure(shape, Path(directory), arguments.num_texts, arguments.threads, arguments.dtype)
+            record = measure(shape, Path(directory), arguments.batches, arguments.threads, arguments.dtype)
         records.append(record)
         print(record, flush=True)
         if arguments.out is not None:
@@ -81,27 +81,30 @@ def main() -> None:
             write_result(arguments.out, document)
 
 
-def measure(shape: str, directory: Path, num_texts: int, threads: int, dtype: str = "float32") -> dict[str, Any]:
+def measure(
+    shape: str, directory: Path, num_batches: int | None, threads: int, dtype: str = "float32"
+) -> dict[str, Any]:
     """Return the figures of one shape.
 
     Args:
         shape: of SHAPES.
         directory: for the checkpoint.
-        num_texts: how many texts each way computes.
+        num_batches: of how many each way computes the texts; None: of all.
         threads: that compute.
         dtype: of the engine; the other way's is float32.
     """
     _write_checkpoint(directory, SHAPES[shape])
-    texts = _texts(num_texts)
+    batches = _batches(num_batches)
+    num_texts = sum(map(len, batches))
     ways: dict[str, Way] = {"engine": _engine(directory, threads, dtype), "padded": _padded(directory)}
-    warm_up = {name: way(texts[:4]) for name, way in ways.items()}
+    warm_up = {name: way(batches[0][:4]) for name, way in ways.items()}
     seconds, cpu_seconds = dict.fromkeys(ways, 0.0), dict.fromkeys(ways, 0.0)
     difference = float((warm_up["engine"] - warm_up["padded"]).abs().max())
-    for number, start in enumerate(range(0, num_texts, CHUNK)):
-        chunk, vectors = texts[start : start + CHUNK], {}
+    for number, batch in enumerate(batches):
+        vectors = {}
         for name in (list(ways), list(ways)[::-1])[number % 2]:
             started, cpu_started = perf_counter(), process_time()
-            vectors[name] = ways[name](chunk)
+            vectors[name] = ways[name](batch)
             seconds[name] += perf_counter() - started
             cpu_seconds[name] += process_time() - cpu_started
         difference = max(difference, float((vectors["engine"] - vectors["padded"]).abs().max()))
@@ -109,7 +112,7 @@ def measure(shape: str, directory: Path, num_texts: int, threads: int, dtype: st
         "shape": shape,
         "dtype": dtype,
         "num_texts": num_texts,
-        "mean_tokens": round(sum(map(len, texts)) / num_texts, 1),
+        "mean_tokens": round(sum(len(text) for batch in batches for text in batch) / num_texts, 1),
         "texts_per_s": {name: round(num_texts / taken, 2) for name, taken in seconds.items()},
         "cpu_seconds": {name: round(taken, 1) for name, taken in cpu_seconds.items()},
         "speedup": round(seconds["padded"] / seconds["engine"], 2),
@@ -123,11 +126,15 @@ def _write_checkpoint(directory: Path, shape: dict[str, int]) -> None:
     AutoModel.from_config(BertConfig(**shape)).save_pretrained(directory)
 
 
-def _texts(number: int) -> list[list[int]]:
+def _batches(number: int | None) -> list[Texts]:
+    """Return batches of texts of similar lengths, in random order."""
     rng = random.Random(0)
     vocab_size = BertConfig().vocab_size
-    lengths = [rng.randint(SHORTEST, LONGEST) for _ in range(number)]
-    return [[rng.randrange(FIRST_WORD, vocab_size) for _ in range(length)] for length in lengths]
+    lengths = [rng.randint(SHORTEST, LONGEST) for _ in range(NUM_TEXTS)]
+    lengths.sort(reverse=True)
+    texts = [[rng.randrange(FIRST_WORD, vocab_size) for _ in range(length)] for length in lengths]
+    batches = [texts[start : start + BATCH] for start in range(0, NUM_TEXTS, BATCH)]
+    return rng.sample(batches, number or len(batches))
 
 
 def _engine(directory: Path, threads: int, dtype: str) -> Way:
@@ -154,19 +161,12 @@ def _padded(directory: Path) -> Way:
 
     @torch.inference_mode()
     def run(texts: Texts) -> torch.Tensor:
-        order = sorted(range(len(texts)), key=lambda index: -len(texts[index]))
-        rows = [torch.empty(0)] * len(texts)
-        for start in range(0, len(order), BATCH):
-            batch = order[start : start + BATCH]
-            longest = len(texts[batch[0]])
-            ids = torch.tensor([texts[index] + [0] * (longest - len(texts[index])) for index in batch])
-            mask = torch.tensor([[1] * len(texts[index]) + [0] * (longest - len(texts[index])) for index in batch])
-            hidden = model(input_ids=ids, attention_mask=mask)[0]
-            kept = mask[..., None].float()
-            vectors = F.normalize((hidden * kept).sum(dim=1) / kept.sum(dim=1), dim=1)
-            for index, vector in zip(batch, vectors, strict=True):
-                rows[index] = vector
-        return torch.stack(rows)
+        longest = max(map(len, texts))
+        ids = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
+        mask = torch.tensor([[1] * len(text) + [0] * (longest - len(text)) for text in texts])
+        hidden = model(input_ids=ids, attention_mask=mask)[0]
+        kept = mask[..., None].float()
+        return F.normalize((hidden * kept).sum(dim=1) / kept.sum(dim=1), dim=1)
 
     return run
 
