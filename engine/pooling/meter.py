@@ -47,7 +47,6 @@ class PoolingMeter:
             num_blocks=1,
             num_free_blocks=1,
             prefill_tokens_per_s=self._tokens / self._seconds if self._seconds else 0.0,
-            decode_step_s=0.0,
             num_steps=self.num_steps,
         )
 
