@@ -29,7 +29,7 @@ from benchmarks.result_file import write_result
 from engine.config import EngineConfig
 from engine.pooling.config import PoolingConfig
 from engine.pooling.engine import PoolingEngine
-from engine.pooling_params import PoolingParams
+from engine.pooling.params import PoolingParams
 from engine.request import EngineRequest
 from kernels.cgroup import available_cpus
 

@@ -14,8 +14,8 @@ from itertools import islice
 from msgspec import Struct
 
 from engine.errors import MAX_LISTED, PromptTooLongError, RequestError, listed
-from engine.pooling_params import PoolingParams
-from engine.prefix_hash import root_hash
+from engine.kv.prefix_hash import root_hash
+from engine.pooling.params import PoolingParams
 from engine.sampling_params import SamplingParams
 
 __all__ = ["EngineRequest", "PromptValidator", "RequestValidator"]

@@ -10,10 +10,10 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING
 
-from engine.beam_search import BeamSearch
+from engine.kv.prefix_hash import BYTES_PER_TOKEN, pack_tokens, packed_block_hash
 from engine.outputs import FinishReason, RequestTiming, TokenLogprobs
-from engine.prefix_hash import BYTES_PER_TOKEN, pack_tokens, packed_block_hash
 from engine.request import EngineRequest
+from engine.sampling.beam_search import BeamSearch
 
 if TYPE_CHECKING:
     from engine.structured_outputs.grammar import Grammar  # imports torch

@@ -20,7 +20,7 @@ from deployments.api.openai.protocol import ChatRequest, CompletionRequest, Gene
 from deployments.requests.prompt import Prompt
 from engine.config import EngineInfo
 from engine.errors import OverloadedError, PromptTooLongError, RequestError
-from engine.prefix_hash import hash_blocks
+from engine.kv.prefix_hash import hash_blocks
 from engine.request import EngineRequest, PromptValidator
 from engine.sampling_params import SamplingParams
 from engine.text.detokenizer import IncrementalDetokenizer

@@ -28,7 +28,7 @@ from typing import Protocol
 from engine.kv.block_pool import Block, BlockPool
 from engine.kv.events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog
 from engine.kv.host.block_store import BlockStore
-from engine.prefix_hash import BYTES_PER_TOKEN, pack_tokens, packed_block_hash
+from engine.kv.prefix_hash import BYTES_PER_TOKEN, pack_tokens, packed_block_hash
 from engine.sequence import Sequence
 
 __all__ = ["Attachments", "PrefixCache", "PrefixMatch"]

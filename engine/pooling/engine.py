@@ -21,8 +21,8 @@ from engine.pooling.config import PoolingConfig
 from engine.pooling.meter import PoolingMeter
 from engine.pooling.metrics import PoolingMetrics
 from engine.pooling.model import Text
+from engine.pooling.params import PoolingParams
 from engine.pooling.queue import TextQueue, WaitingText
-from engine.pooling_params import PoolingParams
 from engine.request import EngineRequest, PromptValidator
 from engine.structured_outputs.grammar import Grammar
 

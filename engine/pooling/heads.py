@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from engine.errors import ModelLoadError, shown
-from engine.pooling_params import PoolingParams
+from engine.pooling.params import PoolingParams
 
 __all__ = ["ClassifierHead", "EmbeddingHead", "Head", "YesNoHead", "activation_of", "pooled"]
 

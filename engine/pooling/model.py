@@ -11,7 +11,7 @@ import torch
 from engine.pooling.architectures import PooledArchitecture
 from engine.pooling.attention import packed_texts
 from engine.pooling.heads import Head
-from engine.pooling_params import PoolingParams
+from engine.pooling.params import PoolingParams
 from kernels.device_copy import to_device
 
 __all__ = ["PooledModel", "Text"]

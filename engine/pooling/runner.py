@@ -15,7 +15,7 @@ from engine.pooling.config import PoolingConfig
 from engine.pooling.info import PoolingInfo
 from engine.pooling.loader import load_pooled_model
 from engine.pooling.model import PooledModel, Text
-from engine.pooling_params import PoolingParams
+from engine.pooling.params import PoolingParams
 from engine.worker.device import resolve_device, set_rank_threads
 from kernels.cpu.library import library
 

@@ -12,9 +12,9 @@ from math import isfinite, isnan
 
 import torch
 
-from engine.beam_search import Candidates
 from engine.outputs import TokenLogprobs
 from engine.sampling.batch import SamplingBatch
+from engine.sampling.beam_search import Candidates
 from engine.sampling.choosers import NO_TOKEN, UNDECIDED
 from engine.sampling.ranking import gather_listed, gather_logprobs
 from engine.scheduling.scheduler_output import SampledTokens

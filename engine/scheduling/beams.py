@@ -5,9 +5,9 @@ BeamSearch compares tokens and scores. This module moves the sequences and their
 
 from __future__ import annotations
 
-from engine.beam_search import Candidates, Continuation
 from engine.kv.block_manager import BlockManager
 from engine.outputs import FinishReason
+from engine.sampling.beam_search import Candidates, Continuation
 from engine.scheduling.request_queues import RequestQueues
 from engine.scheduling.scheduler_output import SampledTokens
 from engine.sequence import Sequence

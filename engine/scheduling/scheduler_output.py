@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from collections.abc import Sequence as GenericSequence
 from dataclasses import dataclass, field
 
-from engine.beam_search import Candidates
 from engine.kv.attachments.window_pages import PageChanges
 from engine.kv.page_copies import PageCopies
 from engine.outputs import TokenLogprobs
+from engine.sampling.beam_search import Candidates
 from engine.sequence import Sequence, SequenceGroup
 
 __all__ = ["SampledTokens", "SchedulerOutput", "StepTimes"]

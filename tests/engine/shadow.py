@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable
 from weakref import WeakKeyDictionary, WeakSet
 
-from engine.beam_search import BeamSearch, Hypothesis
 from engine.config import EngineConfig, EngineInfo
 from engine.engine import Engine
 from engine.kv.events import KVEventBatch
@@ -19,6 +18,7 @@ from engine.kv.page_copies import BlockPair, PageCopies
 from engine.observability.engine_metrics import EngineMetrics
 from engine.observability.metrics import MetricSink
 from engine.outputs import Logprob, TokenLogprobs
+from engine.sampling.beam_search import BeamSearch, Hypothesis
 from engine.sampling_params import SamplingParams
 from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput, StepTimes
 from engine.sequence import Sequence, SequenceGroup, SequenceStatus

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.beam_search import Candidates
+from engine.sampling.beam_search import Candidates
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 

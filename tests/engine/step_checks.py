@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from engine.engine import Engine
 from engine.kv import prefix_cache as prefix_cache_module
 from engine.kv.host.host_pool import HostPool
-from engine.prefix_hash import pack_tokens, root_hash
+from engine.kv.prefix_hash import pack_tokens, root_hash
 from engine.scheduling.scheduler_output import SchedulerOutput
 from engine.sequence import Sequence, SequenceStatus
 from tests.engine.shadow import ShadowRunner

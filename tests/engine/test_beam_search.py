@@ -9,7 +9,7 @@ import torch
 from transformers import GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from engine.beam_search import BeamSearch, Candidates
+from engine.sampling.beam_search import BeamSearch, Candidates
 
 VOCAB_SIZE = 12
 PROMPT = [3, 1, 4]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.prefix_hash import block_hash, hash_blocks, root_hash
+from engine.kv.prefix_hash import block_hash, hash_blocks, root_hash
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=64), st.integers(1, 16))

@@ -10,7 +10,7 @@ from deployments.api.pooling.protocol import PoolingRequest, TextRequest
 from deployments.api.prompts import PromptBuilder
 from engine.errors import RequestError
 from engine.pooling.info import PairTemplate, PoolingInfo
-from engine.pooling_params import PoolingParams
+from engine.pooling.params import PoolingParams
 from engine.request import EngineRequest, PromptValidator
 from engine.text.tokenizer import Tokenizer
 

@@ -20,7 +20,7 @@ from deployments.request_log.record import RequestRecord, current_record, set_cu
 from deployments.requests.pooled_text import PooledText
 from engine.errors import EngineDeadError, OverloadedError, RequestError
 from engine.outputs import EngineOutput, FinishReason
-from engine.pooling_params import PoolingParams
+from engine.pooling.params import PoolingParams
 from engine.request import EngineRequest
 from tests.deployments.fakes import FakeDispatch, FakeEngines, Script
 

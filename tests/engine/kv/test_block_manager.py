@@ -11,8 +11,8 @@ from engine.kv import prefix_cache as prefix_cache_module
 from engine.kv.block_manager import BlockManager
 from engine.kv.block_pool import BlockCounts
 from engine.kv.growth import Growth, num_new_blocks
+from engine.kv.prefix_hash import pack_tokens, root_hash
 from engine.kv.swapping import can_swap_out, num_blocks_to_swap_in, swap_in, swap_out
-from engine.prefix_hash import pack_tokens, root_hash
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence, SequenceGroup

@@ -12,7 +12,7 @@ from engine.kv.attachments.attached_pages import AttachedPages
 from engine.kv.block_manager import BlockManager
 from engine.kv.block_pool import Block
 from engine.kv.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, StateRemoved, StateStored
-from engine.prefix_hash import packed_block_hash, root_hash
+from engine.kv.prefix_hash import packed_block_hash, root_hash
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from tests.engine.random_load import RandomLoad, drive

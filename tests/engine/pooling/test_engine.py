@@ -18,7 +18,7 @@ from engine.outputs import EngineOutput, FinishReason
 from engine.pooling.engine import PoolingEngine
 from engine.pooling.info import PoolingInfo
 from engine.pooling.model import Text
-from engine.pooling_params import PoolingParams
+from engine.pooling.params import PoolingParams
 from engine.request import EngineRequest
 from tests.engine.observability.test_metrics import RecordingSink
 from tests.waiting import HANG_S, until

@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 from engine.config import EngineConfig
 from engine.pooling.config import PoolingConfig
 from engine.pooling.model import Text
+from engine.pooling.params import PoolingParams
 from engine.pooling.runner import PoolingRunner
-from engine.pooling_params import PoolingParams
 from engine.text.tokenizer import Tokenizer
 from tests.engine.pooling import oracle
 from tests.engine.pooling.checkpoints import CLASSIFIERS, save_causal_model, save_classifier, write_json

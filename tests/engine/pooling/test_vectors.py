@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from engine.config import EngineConfig
 from engine.pooling.config import PoolingConfig
 from engine.pooling.model import Text
+from engine.pooling.params import PoolingParams
 from engine.pooling.runner import PoolingRunner
-from engine.pooling_params import PoolingParams
 from kernels.cpu.library import library
 from tests.engine.pooling import oracle
 from tests.engine.pooling.checkpoints import (

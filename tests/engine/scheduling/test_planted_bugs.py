@@ -29,8 +29,8 @@ from engine.kv.block_pool import Block
 from engine.kv.host.host_pool import HostPool
 from engine.kv.page_copies import BlockPair
 from engine.kv.prefix_cache import PrefixCache, PrefixMatch
+from engine.kv.prefix_hash import packed_block_hash
 from engine.outputs import FinishReason
-from engine.prefix_hash import packed_block_hash
 from engine.request import RequestValidator
 from engine.sampling_params import SamplingParams
 from engine.scheduling.preemption import Preemption

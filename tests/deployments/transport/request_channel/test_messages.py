@@ -25,7 +25,7 @@ from engine.errors import EngineDeadError, OverloadedError, PromptTooLongError, 
 from engine.options.structured_outputs import StructuredOutputsParams
 from engine.options.thinking_budget import ThinkingBudget
 from engine.outputs import EngineOutput, FinishReason, Logprob, RequestTiming
-from engine.pooling_params import PoolingParams
+from engine.pooling.params import PoolingParams
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 
