@@ -2,14 +2,56 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import lru_cache
+
 import torch
 
 from kernels.cpu.grouped_codes import decode_groups
 from kernels.dequant.fp4 import unpack_pairs
 
-__all__ = ["dequantise_4bit", "dequantise_int8", "dequantise_nested"]
+__all__ = ["ByteLevels", "byte_levels", "dequantise_4bit", "dequantise_int8", "dequantise_nested", "unpack_high_first"]
 
 _OVER_127 = 7.874015718698502e-3
+_SMALLEST_TOP, _TOP, _TOPS = 64, 127, 6301  # the levels that the largest number may have, and how many are tried
+
+
+@dataclass(frozen=True)
+class ByteLevels:
+    """A table of 16 numbers as ``scale * (level - ZERO)``, with levels of a byte.
+
+    Attributes:
+        scale: of the levels.
+        levels: from 1 to 255. A number of zero has the level ``ZERO``, so zeros stay zeros.
+    """
+
+    ZERO = 128
+    scale: float
+    levels: tuple[int, ...]
+
+
+@lru_cache(maxsize=64)
+def byte_levels(table: tuple[float, ...]) -> ByteLevels | None:
+    """Return the levels of a table with the least squared error; None if a number is not finite, or all are 0.
+
+    The kernels multiply bytes, and numbers such as NF4's are not multiples of one scale. With the best one they are
+    wrong by 0.0038 of the largest number at most, and by 0.0017 as a root mean square. NF4 itself rounds weights by
+    about twenty times as much.
+    """
+    numbers = torch.tensor(table, dtype=torch.float64)
+    largest = float(numbers.abs().max())
+    if not 0 < largest < torch.inf:  # also of NaN
+        return None
+    tops = torch.linspace(_SMALLEST_TOP, _TOP, _TOPS, dtype=torch.float64)[:, None]
+    levels = (numbers / largest * tops).round()
+    errors = (levels / tops - numbers / largest).square().sum(1)
+    best = int(errors.argmin())
+    return ByteLevels(largest / float(tops[best]), tuple(int(level) + ByteLevels.ZERO for level in levels[best]))
+
+
+def unpack_high_first(octets: torch.Tensor) -> torch.Tensor:
+    """Return the codes of 4 bits that bytes [num_rows, num_bytes] hold, the first in the high half, one a byte."""
+    return torch.stack((octets >> 4, octets & 15), dim=2).view(len(octets), -1)
 
 
 def dequantise_4bit(
@@ -54,19 +96,21 @@ def dequantise_4bit(
 
 
 def dequantise_nested(
-    codes: torch.Tensor, table: torch.Tensor, scales: torch.Tensor, block_size: int, offset: float
+    codes: torch.Tensor, table: torch.Tensor, scales: torch.Tensor, block_size: int, offset: float, *, first: int
 ) -> torch.Tensor:
     """Return scales that are quantised themselves, float32 [num_scales].
 
     Args:
-        codes: uint8 [num_scales].
+        codes: uint8 [num_scales], of a weight's scales from ``first`` on.
         table: float32 [256], the number of each code.
-        scales: float32 [ceil(num_scales / block_size)].
+        scales: float32, of all blocks of a weight's scales.
         block_size: neighbouring codes with one of these scales.
         offset: that all are larger by.
+        first: index of the first code.
     """
-    values = table[codes.int()] * scales.repeat_interleave(block_size)[: len(codes)]
-    return values.add_(offset)
+    last = first + len(codes)
+    own = scales[first // block_size : -(-last // block_size)].repeat_interleave(block_size)
+    return (table[codes.int()] * own[first % block_size :][: len(codes)]).add_(offset)
 
 
 def dequantise_int8(codes: torch.Tensor, maxima: torch.Tensor) -> torch.Tensor:

@@ -66,8 +66,8 @@ class PackedWeight(ABC):
         name: of the weight, as the model has it.
         parts: the stored tensors, by the names that ``dequantise`` knows. Each has the weight's leading dimensions.
         shape: of the weight as the model has it; leading dimensions count stacked matrices.
-        read_by_rows: parts that have a row for each row of the weight, in order. Only the rows that are dequantised
-            are read of these, so nothing else of a large weight is in memory.
+        read_by_rows: parts that have the same number of elements for each row of the weight, in order. Only the rows
+            that are dequantised are read of these, so nothing else of a large weight is in memory.
         shared: parts that all of the stacked matrices have in common, without leading dimensions.
         row_multiple: blocks of rows that are dequantised begin at a multiple of it.
     """
@@ -160,6 +160,11 @@ class PackedWeight(ABC):
         """How many matrices are stacked."""
         return math.prod(self.stacked)
 
+    def index_of_rows(self, rows: range, length: int) -> slice:
+        """Return where rows are in a part that is read by rows and has this length."""
+        num_rows, _ = self.matrix_shape
+        return slice(rows.start * length // num_rows, rows.stop * length // num_rows)
+
     def error(self, part: str, problem: str) -> ModelLoadError:
         """Return the error about the contents of a part."""
         return ModelLoadError(
@@ -231,8 +236,9 @@ class MatrixParts:
         size = (stored.stop - stored.start) // (1 if is_shared else self.packed.num_matrices)
         offset = 0 if is_shared else self.index * size
         if rows is not None:
-            row_bytes = size // shape[0]
-            shape, offset, size = (len(rows), *shape[1:]), offset + rows.start * row_bytes, len(rows) * row_bytes
+            row_bytes, own = size // shape[0], self.packed.index_of_rows(rows, shape[0])
+            shape = (own.stop - own.start, *shape[1:])
+            offset, size = offset + own.start * row_bytes, shape[0] * row_bytes
         memory = self.scratch.octets(name, size)
         self.files.read_into(memory.numpy().data, stored, offset)
         return memory.view(PART_DTYPES[stored.dtype]).view(shape)

@@ -47,7 +47,7 @@ class _TransposedWeight(PackedWeight):
         for start in range(0, num_stored, step):
             stored = range(start, min(start + step, num_stored))
             own = {
-                name: part[stored.start : stored.stop] if name in self.inner.read_by_rows else part
+                name: part[self.inner.index_of_rows(stored, len(part))] if name in self.inner.read_by_rows else part
                 for name, part in parts.items()
             }
             values = self.inner.dequantise(own, stored, scratch[: len(stored)])

@@ -26,7 +26,13 @@ import torch
 from engine.models.checkpoint.formats.module_tensors import ModuleTensors
 from engine.models.checkpoint.packed_weight import PackedWeight
 from kernels.coded_weight import CodedMatrix, CodeFormat
-from kernels.dequant.bitsandbytes import dequantise_4bit, dequantise_int8, dequantise_nested
+from kernels.dequant.bitsandbytes import (
+    byte_levels,
+    dequantise_4bit,
+    dequantise_int8,
+    dequantise_nested,
+    unpack_high_first,
+)
 from kernels.dequant.coded_groups import coded_groups, format_of_groups
 
 __all__ = ["Bitsandbytes4Weight", "Bitsandbytes8Weight", "bitsandbytes_weights"]
@@ -45,6 +51,7 @@ class Bitsandbytes4Weight(PackedWeight):
     """Parts ``weight``, ``scales``, ``table``, and ``nested scales`` and ``nested table`` if the scales are quantised.
 
     Attributes:
+        table: the number of each code.
         block_size: elements with one scale.
         nested_block_size: scales with one nested scale; None: the scales are not quantised.
         offset: that quantised scales are larger by.
@@ -52,9 +59,33 @@ class Bitsandbytes4Weight(PackedWeight):
 
     format = "bitsandbytes 4-bit"
     is_tall = True
+    table: tuple[float, ...]
     block_size: int
     nested_block_size: int | None
     offset: float
+
+    @property
+    def code_format(self) -> CodeFormat | None:
+        """How its codes are kept; None if an output begins within 16 inputs of a block.
+
+        Blocks go on from one output to the next. So neighbours with one scale in each output are as many as divide
+        both a block and an output.
+        """
+        if (levels := byte_levels(self.table)) is None:
+            return None
+        columns, zero = self.shape[-1], float(levels.ZERO)
+        return format_of_groups(4, self._group, columns, torch.float32, zero=zero, levels=levels.levels)
+
+    def coded(self, parts: Mapping[str, torch.Tensor], rows: range) -> CodedMatrix:
+        """Return rows of the matrix as codes. Levels of a byte are nearly the table's numbers: see `byte_levels`."""
+        form, levels, columns = self.code_format, byte_levels(self.table), self.shape[-1]
+        assert form is not None
+        assert levels is not None
+        first, last = rows.start * columns, rows.stop * columns
+        groups = torch.arange(first, last, self._group) // self.block_size - first // self.block_size
+        scales = self._scales(parts, first, last)[groups].view(len(rows), -1)
+        codes = unpack_high_first(self._octets(parts, rows).view(len(rows), -1))
+        return coded_groups(form, codes, scales * levels.scale)
 
     def dequantise(
         self, parts: Mapping[str, torch.Tensor], rows: range, out: torch.Tensor | None = None
@@ -62,21 +93,31 @@ class Bitsandbytes4Weight(PackedWeight):
         """Return rows of the matrix in float32."""
         columns = self.shape[-1]
         first, last = rows.start * columns, rows.stop * columns
-        octets = parts["weight"].view(-1)[first // 2 : -(-last // 2)]
-        first_block, last_block = first // self.block_size, -(-last // self.block_size)
-        scales = parts["scales"].view(-1)
-        if self.nested_block_size is not None:
-            size = self.nested_block_size
-            first_block = first_block // size * size
-            nested = parts["nested scales"].view(-1)[first_block // size : -(-last_block // size)]
-            codes = scales[first_block:last_block]
-            scales = dequantise_nested(codes, parts["nested table"].view(-1), nested, size, self.offset)
-        else:
-            scales = scales[first_block:last_block]
-        own_first = first - first_block * self.block_size
-        table, elements = parts["table"].view(-1), None if out is None else out.view(-1)
-        values = dequantise_4bit(octets, table, scales, self.block_size, own_first, out=elements)
+        scales, table = self._scales(parts, first, last), parts["table"].view(-1)
+        octets, elements = self._octets(parts, rows), None if out is None else out.view(-1)
+        values = dequantise_4bit(octets, table, scales, self.block_size, first % self.block_size, out=elements)
         return values[: last - first].view(len(rows), columns)
+
+    @property
+    def _group(self) -> int:
+        return math.gcd(self.block_size, self.shape[-1])
+
+    def _octets(self, parts: Mapping[str, torch.Tensor], rows: range) -> torch.Tensor:
+        octets, columns = parts["weight"].view(-1), self.shape[-1]
+        if "weight" in self.read_by_rows:
+            return octets
+        return octets[rows.start * columns // 2 : -(-rows.stop * columns // 2)]
+
+    def _scales(self, parts: Mapping[str, torch.Tensor], first: int, last: int) -> torch.Tensor:
+        """Return the scales of the blocks that have elements from ``first`` to ``last``, float32."""
+        scales = parts["scales"].view(-1)
+        first_block, last_block = first // self.block_size, -(-last // self.block_size)
+        if "scales" not in self.read_by_rows:
+            scales = scales[first_block:last_block]
+        if self.nested_block_size is None:
+            return scales
+        nested, table = parts["nested scales"].view(-1), parts["nested table"].view(-1)
+        return dequantise_nested(scales, table, nested, self.nested_block_size, self.offset, first=first_block)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -153,12 +194,16 @@ def _four_bits(module: ModuleTensors, name: str, state_name: str) -> PackedWeigh
             raise module.error(
                 stored, f"is {tensor.dtype} {list(tensor.shape)}, but a weight of {list(shape)} needs {count} {dtype}"
             )
+    table = torch.frombuffer(bytearray(module.read(module.tensors[str(names["table"])])), dtype=torch.float32)
     module.take(state=state_name)
+    of_rows = {"weight": shape[-1] % 2 == 0, "scales": shape[-1] % block_size == 0}
     return Bitsandbytes4Weight(
         name=module.full_name(name),
         parts=module.take(**names),
         shape=shape,
+        read_by_rows=frozenset(part for part, has_whole_rows in of_rows.items() if has_whole_rows),
         row_multiple=2,  # whole bytes
+        table=tuple(table.tolist()),
         block_size=block_size,
         nested_block_size=nested_size,
         offset=offset,

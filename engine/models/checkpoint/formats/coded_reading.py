@@ -21,10 +21,10 @@ def code_format_of(entry: Entry, shard: Shard | None) -> CodeFormat | None:
     """Return how the codes of a weight, or of a ``shard`` of it, are kept as they are; None if they cannot be."""
     if isinstance(entry, ComposedWeight) and entry.layout == "stacked" and shard is not None:
         return code_format_of(entry.members[shard.index], replace(shard, num_stacked=None, index=0))
-    if not isinstance(entry, PackedWeight) or entry.is_convolution or entry.is_tall or len(entry.shape) < 2:
+    if not isinstance(entry, PackedWeight) or entry.is_convolution or len(entry.shape) < 2:
         return None
     is_member = shard is not None and shard.num_stacked is not None
-    if len(entry.stacked) != is_member:
+    if len(entry.shape) - 2 != is_member:
         return None
     form = entry.code_format
     if form is None or (shard is not None and shard.start == shard.stop):
@@ -48,12 +48,13 @@ def read_coded(files: TensorFiles, entry: Entry, shard: Shard | None, scratch: S
         return read_coded(files, entry.members[shard.index], replace(shard, num_stacked=None, index=0), scratch)
     assert isinstance(entry, PackedWeight)
     index = shard.index if shard is not None and shard.num_stacked is not None else 0
-    rows, columns = range(entry.matrix_shape[0]), None
+    first = index * entry.shape[-2] if entry.is_tall else 0
+    rows, columns = range(first, first + entry.shape[-2]), None
     if shard is not None and shard.dim == 0:
-        rows = range(shard.start, shard.stop)
+        rows = range(first + shard.start, first + shard.stop)
     elif shard is not None:
         columns = (shard.start, shard.stop)
-    parts = MatrixParts(files, entry, index, scratch)
+    parts = MatrixParts(files, entry, 0 if entry.is_tall else index, scratch)
     whole, blocks, target = parts.whole(), row_blocks(entry, rows), None
     for read, wanted in blocks:
         block = entry.coded(whole | parts.by_rows(read), read)
