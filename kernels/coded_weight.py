@@ -56,6 +56,7 @@ class CodeFormat:
         levels: of codes of 4 bits, from 0 to 255; empty: the codes are the levels.
         floats: which floats the codes of 8 bits are; None: they are integers. Nothing is subtracted from floats.
         has_output_scales: each output is multiplied by a float32 of its own as well.
+        has_input_order: codes lie in another order than the inputs that they multiply, so that groups are neighbours.
     """
 
     bits: int
@@ -68,6 +69,7 @@ class CodeFormat:
     levels: tuple[int, ...] = ()
     floats: Floats | None = None
     has_output_scales: bool = False
+    has_input_order: bool = False
 
     def __post_init__(self) -> None:
         """Assert that the kernels know it."""
@@ -131,6 +133,7 @@ class CodedMatrix:
         inner_scales: int8 [out_features, num_granules]; only with inner factors.
         inner_minima: uint8 [out_features, num_granules]; only with inner factors and minima.
         output_scales: float32 [out_features]; only if the format has them.
+        input_order: int32 [in_features], the input that each column of codes multiplies; only if the format has one.
     """
 
     format: CodeFormat
@@ -141,6 +144,7 @@ class CodedMatrix:
     inner_scales: torch.Tensor | None = None
     inner_minima: torch.Tensor | None = None
     output_scales: torch.Tensor | None = None
+    input_order: torch.Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -149,13 +153,13 @@ class CodedMatrix:
 
     @property
     def parts(self) -> dict[str, torch.Tensor]:
-        """The tensors by name. Each has a row for each output."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        """The tensors by name that have a row for each output."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "input_order"}
         return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
     def with_parts(self, parts: Mapping[str, torch.Tensor]) -> CodedMatrix:
         """Return a matrix of this format with other tensors, by name."""
-        return CodedMatrix(format=self.format, **parts)
+        return CodedMatrix(format=self.format, input_order=self.input_order, **parts)
 
     def times(self, factor: float) -> CodedMatrix:
         """Return the matrix times a factor, which its output scales have."""
@@ -167,8 +171,9 @@ class CodedMatrix:
         return self.with_parts({name: part[index] for name, part in self.parts.items()})
 
     def columns(self, start: int, stop: int) -> CodedMatrix:
-        """Return some inputs; both are multiples of the format's group, or the end."""
+        """Return some inputs; both are multiples of the format's group, or the end, and the inputs are in order."""
         form = self.format
+        assert not form.has_input_order
         units = {"codes": 1, "inner_scales": form.granule, "inner_minima": form.granule, "output_scales": 0}
         parts = {}
         for name, part in self.parts.items():
@@ -182,10 +187,15 @@ class CodedWeight:
     """A weight of one or several coded matrices, one below the other; fused projections may have several formats.
 
     Attributes:
-        sections: neighbours differ in format.
+        sections: neighbours differ in format. All have the same order of inputs.
     """
 
     sections: tuple[CodedMatrix, ...]
+
+    @property
+    def input_order(self) -> torch.Tensor | None:
+        """The input that each column of codes multiplies, int32 [in_features]; None: they are in order."""
+        return self.sections[0].input_order
 
     def chunk(self, count: int) -> list[CodedWeight]:
         """Return as many parts with equally many outputs; the weight has one format."""
@@ -236,4 +246,8 @@ def decode(matrix: CodedMatrix) -> torch.Tensor:
         if matrix.inner_minima is not None:
             minima = minima * spread(matrix.inner_minima, form.granule)
         weight = scales * levels - minima
-    return weight if matrix.output_scales is None else weight * matrix.output_scales.unsqueeze(1)
+    if matrix.output_scales is not None:
+        weight = weight * matrix.output_scales.unsqueeze(1)
+    if matrix.input_order is not None:
+        weight = torch.empty_like(weight).index_copy_(1, matrix.input_order.long(), weight)
+    return weight

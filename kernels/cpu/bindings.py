@@ -68,7 +68,7 @@ class CWeight(ctypes.Structure):
     """``pagoda_weight``."""
 
     _fields_ = (
-        *_fields(_POINTER, "words", "scales", "sums", "bias", "coded"),
+        *_fields(_POINTER, "words", "scales", "sums", "bias", "coded", "order"),
         *_fields(_INT32, "kind", "in_features", "out_features"),
     )
 
@@ -254,7 +254,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
         None,
         (_POINTER, ctypes.POINTER(CCodeFormat), _POINTER, *(_INT64,) * 5),
     ),
-    "pagoda_pack_rows": (None, (_ROWS, _POINTER, _INT32, _INT32, _INT32, _POINTER, _FLOAT)),
+    "pagoda_pack_rows_for": (None, (_ROWS, _POINTER, _INT32, _WEIGHT, _POINTER, _FLOAT)),
     "pagoda_pack_weight": (None, (*(_POINTER,) * 4, *(_INT32,) * 7)),
     "pagoda_prefault_free": (None, (_POINTER,)),
     "pagoda_prefault_new": (_POINTER, (_POINTERS, _INT64, _INT64, _INT64, _INT32)),

@@ -70,8 +70,8 @@ class CodedLinear(PackedLinear):
     """Packed codes [out_features, in_features], zero until they are set.
 
     Args:
-        sections: the outputs' formats, in order: of floats, or none of them. All but the last have a multiple of
-            `SECTION_OUTPUTS`.
+        sections: the outputs' formats, in order: of floats, or none of them; with an order of inputs, or none of them.
+            All but the last have a multiple of `SECTION_OUTPUTS`.
         in_features: elements of a row.
         out_features: rows; the last section is as long as it takes.
         has_bias: whether there is a bias, which is kept in float32.
@@ -85,6 +85,7 @@ class CodedLinear(PackedLinear):
     ) -> None:
         assert all(section.num_outputs % SECTION_OUTPUTS == 0 for section in sections[:-1])
         (has_floats,) = {section.format.floats is not None for section in sections}
+        (has_order,) = {section.format.has_input_order for section in sections}
         self.kind = WeightKind.FLOAT_CODED if has_floats else WeightKind.CODED
         self.in_features, self.out_features = in_features, out_features
         num_last = out_features - sum(section.num_outputs for section in sections[:-1])
@@ -95,6 +96,7 @@ class CodedLinear(PackedLinear):
         self._bias = torch.zeros(num_panels * LANES) if has_bias else None
         has_scales = any(section.format.has_output_scales for section in sections)
         self._scales = torch.ones(num_panels * LANES) if has_scales else None
+        self._order = torch.arange(in_features, dtype=torch.int32) if has_order else None
         groups: list[CCodedPanels] = []
         start = 0
         for panels in self._sections:
@@ -109,6 +111,7 @@ class CodedLinear(PackedLinear):
             None,
             address(self._bias),
             ctypes.addressof(self._groups),
+            address(self._order),
             self.kind,
             in_features,
             self.out_features,
@@ -121,6 +124,7 @@ class CodedLinear(PackedLinear):
 
         Args:
             weight: coded, or numbers to quantize to the only section's ``format_at_load``; zeros follow shorter rows.
+                All parts of the weights have the same order of inputs.
             first_output: as for `PackedLinear`; only where there is one section.
             every: as for `PackedLinear`, likewise.
             offset: see ``every``.
@@ -129,6 +133,9 @@ class CodedLinear(PackedLinear):
             (section,) = self._sections
             weight = CodedWeight((quantize_codes(weight, section.format.bits),))
         assert len(weight.sections) == len(self._sections)
+        if self._order is not None:
+            assert weight.input_order is not None
+            self._order[: len(weight.input_order)] = weight.input_order
         first_byte = first_panel = 0
         octets = self.words.view(torch.uint8)
         for panels, matrix in zip(self._sections, weight.sections, strict=True):

@@ -25,7 +25,6 @@ __all__ = [
     "activation_number",
     "has_int8",
     "linear",
-    "pack_rows",
     "words_per_row",
 ]
 
@@ -108,6 +107,7 @@ class PackedLinear:
             address(self._sums),
             address(self._bias),
             None,
+            None,
             kind,
             in_features,
             out_features,
@@ -161,29 +161,12 @@ class PackedLinear:
         self._bias[(index // LANES * every + offset) * LANES + index % LANES] = bias.float()
 
 
-def pack_rows(
-    x: torch.Tensor, kind: WeightKind, norm: torch.Tensor | None = None, eps: float = 0.0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return rows [num_rows, width], float32 or bfloat16, as a linear layer reads them, and their scales.
-
-    Args:
-        x: the rows.
-        kind: of the layer's weights.
-        norm: float32 [width], the weights of an RMSNorm to apply first.
-        eps: what that adds to the mean square.
-    """
-    assert x.is_contiguous()
-    num_rows, width = x.shape
-    words, scales = torch.empty(num_rows * words_per_row(kind, width), dtype=torch.int32), torch.empty(num_rows)
-    rows = CRows(words.data_ptr(), scales.data_ptr(), num_rows)
-    require().pagoda_pack_rows(rows, x.data_ptr(), x.dtype == torch.bfloat16, kind, width, address(norm), eps)
-    return words, scales
-
-
 def linear(x: torch.Tensor, weight: PackedLinear) -> torch.Tensor:
     """Return x W^T + b, float32 [num_rows, out_features], for ``x`` [num_rows, in_features]."""
-    words, scales = pack_rows(x.contiguous(), weight.kind)
-    rows = CRows(words.data_ptr(), scales.data_ptr(), x.shape[0])
-    output = torch.empty(x.shape[0], weight.out_features)
+    x, num_rows = x.contiguous(), len(x)
+    words = torch.empty(num_rows * words_per_row(weight.kind, weight.in_features), dtype=torch.int32)
+    scales, output = torch.empty(num_rows), torch.empty(num_rows, weight.out_features)
+    rows = CRows(words.data_ptr(), scales.data_ptr(), num_rows)
+    require().pagoda_pack_rows_for(rows, x.data_ptr(), x.dtype == torch.bfloat16, weight.c_weight, None, 0.0)
     require().pagoda_linear(output.data_ptr(), weight.out_features, rows, weight.c_weight, _STORE)
     return output

@@ -5,6 +5,8 @@ Tests compare the kernels with these functions, which are slow and never used to
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch.nn import functional as F
 
@@ -38,6 +40,9 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def coded_linear(x: torch.Tensor, matrix: CodedMatrix) -> torch.Tensor:
     """Compute `kernels.cpu.linear.linear` with coded weights: x W^T, float32, of [rows, in] and [out, in]."""
+    if (order := matrix.input_order) is not None:  # activations are quantized in blocks of neighbouring codes
+        x = x[:, order.long()]
+        matrix = replace(matrix, input_order=None)
     return (coded_rows(x, matrix.format).double() @ decode(matrix).double().t()).float()
 
 

@@ -72,6 +72,7 @@ def coded_groups(
     zeros: torch.Tensor | None = None,
     minima: torch.Tensor | None = None,
     output_scales: torch.Tensor | None = None,
+    input_order: torch.Tensor | None = None,
 ) -> CodedMatrix:
     """Return rows of a weight.
 
@@ -82,8 +83,11 @@ def coded_groups(
         zeros: the zero points, [num_rows, num_groups]; of other formats None.
         minima: [num_rows, num_groups]; of other formats None.
         output_scales: float32 [num_rows]; of other formats None.
+        input_order: int32 [columns], the inputs group by group; None: the inputs of a group are neighbours.
     """
     num_rows = len(codes)
+    if input_order is not None:
+        codes = codes.index_select(1, input_order)
 
     def spread(factors: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
         return None if factors is None else factors.to(dtype).expand(num_rows, -1)
@@ -97,4 +101,5 @@ def coded_groups(
         outer_minima=spread(minima, form.outer_dtype),
         zero_points=spread(zeros, torch.uint8),
         output_scales=output_scales,
+        input_order=input_order,
     )

@@ -189,9 +189,11 @@ class CodedTritonLinear(nn.Module):
 
     Attributes:
         bias: a parameter [out_features] on the device, or None, as at first.
+        input_order: the input that each column of codes multiplies, int32 [in_features]; None: they are in order.
     """
 
     bias: torch.Tensor | None
+    input_order: torch.Tensor | None
 
     def __init__(
         self, weight: CodedWeight, out_features: int, device: torch.device, *, batch_invariant: bool = False
@@ -200,6 +202,8 @@ class CodedTritonLinear(nn.Module):
         self.in_features, self.out_features = weight.sections[0].shape[1], out_features
         self.batch_invariant = batch_invariant
         self.register_parameter("bias", None)
+        order = None if weight.input_order is None else weight.input_order.to(device)
+        self.register_parameter("input_order", None if order is None else nn.Parameter(order, requires_grad=False))
         counts = [matrix.shape[0] for matrix in weight.sections]
         counts[-1] += out_features - sum(counts)
         self.sections = nn.ModuleList(
@@ -209,6 +213,8 @@ class CodedTritonLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [..., in_features] to [..., out_features], in the dtype of ``x``."""
         rows = x.reshape(-1, self.in_features)
+        if self.input_order is not None:
+            rows = rows.index_select(1, self.input_order)
         if rows.stride(1) != 1:
             rows = rows.contiguous()
         output = rows.new_empty(len(rows), self.out_features)

@@ -26,6 +26,7 @@ def any_format(draw: st.DrawFn) -> CodeFormat:
             zero_kind=st.sampled_from(["constant", "points", "minima"]),
             zero=st.just(5.0),
             has_output_scales=st.booleans(),
+            has_input_order=st.booleans(),
         )
     )
     if form.bits == 8 and draw(st.booleans()):

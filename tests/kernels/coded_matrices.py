@@ -29,6 +29,7 @@ FORMATS = {
     "FP8 by output": CodeFormat(bits=8, granules_per_outer=2**19, outer_type="bfloat16", floats="e4m3"),
     "E5M2": CodeFormat(bits=8, granules_per_outer=16, outer_type="float16", floats="e5m2"),
     "MXFP8": CodeFormat(bits=8, outer_type="bfloat16", floats="e4m3"),
+    "desc_act": CodeFormat(bits=4, granules_per_outer=4, zero_kind="points", has_input_order=True),
     "groups of 512": CodeFormat(bits=8, granules_per_outer=16, outer_type="bfloat16", zero_kind="minima"),
 }
 
@@ -57,7 +58,8 @@ def random_matrix(form: CodeFormat, rows: int, columns: int, seed: int = 0) -> C
             parts["inner_minima"] = octets(granules, 0, 256)
     if form.has_output_scales:
         parts["output_scales"] = torch.rand(rows, generator=generator)
-    return CodedMatrix(format=form, **parts)
+    order = torch.randperm(columns, generator=generator, dtype=torch.int32) if form.has_input_order else None
+    return CodedMatrix(format=form, input_order=order, **parts)
 
 
 def shifted(name: str, dim: int) -> Callable[[CodedMatrix], CodedMatrix]:
@@ -72,6 +74,8 @@ PLANTED: dict[str, tuple[str, Callable[[CodedMatrix], CodedMatrix]]] = {
     "the next granule's minimum": ("Q4_K", shifted("inner_minima", 1)),
     "the next group's zero point": ("GPTQ", shifted("zero_points", 1)),
     "the next block's scale": ("FP8", shifted("outer_scales", 1)),
+    "the inputs in order": ("desc_act", lambda m: replace(m, input_order=torch.arange(m.shape[1], dtype=torch.int32))),
+    "the inverse order": ("desc_act", lambda m: replace(m, input_order=m.input_order.argsort().int())),
     "another sign": ("FP8", lambda m: m.with_parts(m.parts | {"codes": m.codes ^ 128})),
     "another constant": ("Q8_0", lambda m: replace(m, format=replace(m.format, zero=127.0))),
     "another level": ("IQ4_XS", lambda m: replace(m, format=replace(m.format, levels=(*LEVELS[:-1], 240)))),

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -25,7 +26,7 @@ from engine.models.checkpoint.files.chosen_files import chosen_file
 from engine.models.checkpoint.files.safetensors_header import StoredTensor
 from engine.models.checkpoint.files.shard_index import join_shards, read_index
 from engine.models.checkpoint.files.tensor_files import TensorFiles
-from engine.models.checkpoint.formats.coded_reading import code_format_of, read_coded
+from engine.models.checkpoint.formats.coded_reading import code_format_of, read_coded, why_not_coded
 from engine.models.checkpoint.formats.gguf import gguf_entries
 from engine.models.checkpoint.formats.table import group_weights
 from engine.models.checkpoint.gpt_oss_experts import with_stacked_experts
@@ -110,18 +111,27 @@ class Checkpoint:
         """Size of the largest file."""
         return max((tensor.stop for stored in self._stored.values() for tensor in tensors_of(stored)), default=0)
 
-    def log_quantised(self, dtype: torch.dtype, coded: Collection[str] = ()) -> None:
-        """Log which weights in quantised formats are computed from their codes, and which are dequantised.
+    def log_quantised(
+        self,
+        dtype: torch.dtype,
+        coded: Collection[str] = (),
+        reasons: Mapping[str, str] = MappingProxyType({}),
+        why: str = "",
+    ) -> None:
+        """Log which weights in quantised formats are computed from their codes, and which are dequantised, and why.
 
         Args:
             dtype: that they are dequantised to.
             coded: the names of those that stay codes.
+            reasons: why others are dequantised, by name.
+            why: why those without a reason of their own are dequantised; empty: that is not said.
         """
         kept: list[PackedWeight] = []
-        others: list[PackedWeight] = []
+        dequantised: dict[str, list[PackedWeight]] = defaultdict(list)
         for name, stored in self._stored.items():
             own = [weight for weight in weights_of(stored) if isinstance(weight, PackedWeight)]
-            (kept if name in coded else others).extend(own)
+            if own:
+                (kept if name in coded else dequantised[reasons.get(name, why)]).extend(own)
         if kept:
             logger.info(
                 "%d weights (%s) are computed from their codes: %.2f GB",
@@ -129,12 +139,13 @@ class Checkpoint:
                 _formats(kept),
                 sum(stored.num_bytes for stored in kept) / 1e9,
             )
-        if others:
+        for reason, others in dequantised.items():
             logger.info(
-                "%d weights (%s) are dequantised to %s: %.2f GB in the files, %.2f GB in memory",
+                "%d weights (%s) are dequantised to %s%s: %.2f GB in the files, %.2f GB in memory",
                 len(others),
                 _formats(others),
                 str(dtype).removeprefix("torch."),
+                f", because {reason}" if reason else "",
                 sum(stored.num_bytes for stored in others) / 1e9,
                 sum(math.prod(stored.shape) for stored in others) * dtype.itemsize / 1e9,
             )
@@ -209,6 +220,15 @@ class Checkpoint:
     def code_format(self, name: str, shard: Shard | None = None) -> CodeFormat | None:
         """Return how the codes of a quantised weight, or of a ``shard`` of it, are kept; None if they cannot be."""
         return code_format_of(self._stored[name], shard)
+
+    def why_not_coded(self, name: str, shard: Shard | None = None) -> str:
+        """Return why a weight, or a ``shard`` of it, has no ``code_format``, as the log says it of several."""
+        return why_not_coded(self._stored[name], shard)
+
+    def input_order(self, name: str) -> torch.Tensor | None:
+        """Return the input that each column of a weight's codes multiplies; None: they are in order."""
+        stored = self._stored[name]
+        return stored.input_order if isinstance(stored, PackedWeight) else None
 
     def read_coded(self, name: str, shard: Shard | None = None) -> CodedMatrix:
         """Return a quantised weight of two dimensions that has a ``code_format``, or a ``shard`` of it, as codes.

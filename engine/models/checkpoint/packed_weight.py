@@ -112,6 +112,16 @@ class PackedWeight(ABC):
         """How its codes are kept as they are; None if the weight can only be dequantised."""
         return None
 
+    @property
+    def input_order(self) -> torch.Tensor | None:
+        """The input that each column of its codes multiplies, int32 [columns]; None: they are in order."""
+        return None
+
+    @property
+    def why_not_coded(self) -> str:
+        """Why it has no ``code_format``, as the log says it of several weights."""
+        return "their layout is not computed from its codes"
+
     def coded(self, parts: Mapping[str, torch.Tensor], rows: range) -> CodedMatrix:
         """Return rows of one matrix as codes of ``code_format``, which is not None; arguments as for ``dequantise``."""
         raise NotImplementedError

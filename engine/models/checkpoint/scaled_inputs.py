@@ -33,6 +33,11 @@ class _ScaledWeight(PackedWeight):
         """Return the parts of the matrix, prepared."""
         return self.inner.prepared(parts)
 
+    @property
+    def why_not_coded(self) -> str:
+        """Why it has no ``code_format``."""
+        return "their inputs have factors"
+
     def dequantise(
         self, parts: Mapping[str, torch.Tensor], rows: range, out: torch.Tensor | None = None
     ) -> torch.Tensor:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+import torch
 
 from engine.models.checkpoint.checkpoint import Checkpoint
 from engine.models.checkpoint.expert_weights import unstack
@@ -62,10 +64,12 @@ class CodedPlan:
     Attributes:
         sections: their formats, by the names of our decoder's parameters, those of experts without their number.
         stored: the names of the stored weights whose codes they are; others are quantized while they are loaded.
+        reasons: why others are dequantised, by their stored names, as far as there is a particular reason.
     """
 
     sections: Mapping[str, tuple[Section, ...]]
     stored: frozenset[str]
+    reasons: Mapping[str, str] = field(default_factory=dict)
 
     def of_layer(self, layer: int, part: LayerPart) -> Mapping[str, tuple[Section, ...]]:
         """Return the formats of a part of a layer, by the names of its attributes."""
@@ -101,7 +105,7 @@ def plan_codes(
         is_packed: the C kernels compute them: formats change between panels only, and gate and up are interleaved.
         has_floats: the kernels compute codes that are floats: the C kernels in bfloat16 only.
     """
-    found: dict[str, tuple[Section, ...] | None] = {}
+    found: dict[str, tuple[Section, ...] | str] = {}
     stored: dict[str, set[str]] = defaultdict(set)
     for name, shape in unstack({name: list(shape) for name, shape in shapes.items() if _is_linear(name)}):
         if name == HEAD and config.tie_word_embeddings:
@@ -109,15 +113,17 @@ def plan_codes(
         if name == EMBEDDING and not is_head_embedding:
             continue
         parts = stored_parts(name, checkpoint, config, parallel.rank, parallel.size)
-        key, sections = _without_number(name), _sections(shape, parts, checkpoint)
-        if sections is not None and not has_floats and any(section.format.floats for section in sections):
-            sections = None
-        if is_packed and sections is not None and not _fits_panels(name, sections):
-            sections = None
-        found[key] = sections if found.get(key, sections) == sections else None  # of all experts alike
+        key, sections = _without_number(name), _sections_or_reason(shape, parts, checkpoint)
+        if not isinstance(sections, str):
+            reason = _why_not_computed(name, sections, is_packed=is_packed, has_floats=has_floats)
+            sections = reason or sections
+        if found.get(key, sections) != sections:
+            sections = found[key] if isinstance(found[key], str) else "experts of a layer are in several formats"
+        found[key] = sections
         stored[key].update(part.name for part in parts)
-    kept = {name: sections for name, sections in found.items() if sections is not None}
-    return CodedPlan(kept, frozenset().union(*(stored[name] for name in kept)))
+    kept = {name: sections for name, sections in found.items() if not isinstance(sections, str)}
+    reasons = {part: reason for name, reason in found.items() if isinstance(reason, str) for part in stored[name]}
+    return CodedPlan(kept, frozenset().union(*(stored[name] for name in kept)), reasons)
 
 
 def plan_quantization(
@@ -153,25 +159,47 @@ def _is_linear(name: str) -> bool:
     return first == "layers" and any(own in names for names in _NAMES.values())
 
 
-def _sections(shape: list[int], parts: Sequence[Part], checkpoint: Checkpoint) -> tuple[Section, ...] | None:
-    """Return the formats of a parameter's outputs; None if it has to be dequantised."""
+def _sections_or_reason(shape: list[int], parts: Sequence[Part], checkpoint: Checkpoint) -> tuple[Section, ...] | str:
+    """Return the formats of a parameter's outputs, or why it has to be dequantised."""
     sections: list[Section] = []
     has_factors = have_factors(parts)
     for part in parts:
-        form = checkpoint.code_format(part.name, part.shard) if part.name in checkpoint else None
+        if part.name not in checkpoint:
+            return "they are not stored"  # which is reported when they are read
+        form = checkpoint.code_format(part.name, part.shard)
         if form is None:
-            return None
+            return checkpoint.why_not_coded(part.name, part.shard)
         form = form.with_output_scales if has_factors else form
         is_share = part.shard is not None and part.shard.dim == 0
         count = part.shard.stop - part.shard.start if is_share and part.shard is not None else shape[0]
         if sections and sections[-1].format == form:
             count += sections.pop().num_outputs
         sections.append(Section(form, count))
-    return tuple(sections) or None
+    orders = [checkpoint.input_order(part.name) for part in parts]
+    if not all(_are_equal(order, orders[0]) for order in orders):
+        return "projections that are computed together have their inputs in different orders"
+    return tuple(sections) or "they are not stored"
 
 
-def _fits_panels(name: str, sections: Sequence[Section]) -> bool:
-    is_interleaved = "gate_up_proj" in name
-    has_whole_panels = not any(section.num_outputs % SECTION_OUTPUTS for section in sections[:-1])
-    has_one_kind = len({section.format.floats is None for section in sections}) == 1
-    return has_whole_panels and has_one_kind and not (is_interleaved and len(sections) > 1)
+def _are_equal(order: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if order is None or other is None:
+        return order is other
+    return torch.equal(order, other)
+
+
+def _why_not_computed(name: str, sections: Sequence[Section], *, is_packed: bool, has_floats: bool) -> str | None:
+    """Return why a parameter with these formats has to be dequantised; None if it can be computed from its codes."""
+    formats = [section.format for section in sections]
+    if not has_floats and any(form.floats for form in formats):
+        return "FP8 is computed from its codes with dtype bfloat16"
+    if any(form.has_input_order for form in formats) and (".experts." in name or "latent_proj" in name):
+        return "experts read their inputs in order"
+    if not is_packed:
+        return None
+    if "gate_up_proj" in name and len(sections) > 1:
+        return "gates and ups are in different formats"
+    if any(section.num_outputs % SECTION_OUTPUTS for section in sections[:-1]):
+        return f"projections in different formats do not have multiples of {SECTION_OUTPUTS} outputs"
+    if len({form.floats is None for form in formats}) > 1:
+        return "only some of the projections that are computed together are floats"
+    return None

@@ -41,6 +41,8 @@ Weights = Iterable[tuple[str, Weight]]
 
 logger = logging.getLogger(__name__)
 
+_KEPT_DEQUANTISED = "layers of their kind are computed dequantised here"
+
 
 def load_decoder(
     path: str | Path,
@@ -121,7 +123,8 @@ def load_decoder(
             replace_linears(model, method, coded)
             model.eval()
         if parallel.rank == 0:
-            checkpoint.log_quantised(dtype, plan.stored)
+            why = _KEPT_DEQUANTISED if keeps_codes else "quantization says so"
+            checkpoint.log_quantised(dtype, plan.stored, plan.reasons, why)
     logger.info("Loading weights took %.2f seconds", perf_counter() - started)
     for layer in coded.values():  # a step may have any number of rows, and must not wait for a compilation
         layer.compile_kernels(dtype)

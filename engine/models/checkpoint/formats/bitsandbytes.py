@@ -76,6 +76,11 @@ class Bitsandbytes4Weight(PackedWeight):
         columns, zero = self.shape[-1], float(levels.ZERO)
         return format_of_groups(4, self._group, columns, torch.float32, zero=zero, levels=levels.levels)
 
+    @property
+    def why_not_coded(self) -> str:
+        """Why it has no ``code_format``."""
+        return f"their outputs, of {self.shape[-1]} inputs each, begin within groups of 16 inputs with one scale"
+
     def coded(self, parts: Mapping[str, torch.Tensor], rows: range) -> CodedMatrix:
         """Return rows of the matrix as codes. Levels of a byte are nearly the table's numbers: see `byte_levels`."""
         form, levels, columns = self.code_format, byte_levels(self.table), self.shape[-1]

@@ -11,29 +11,44 @@ from engine.models.checkpoint.packed_weight import MatrixParts, PackedWeight, Sc
 from engine.models.checkpoint.sharding import Shard
 from kernels.coded_weight import BLOCK_INPUTS, CodedMatrix, CodeFormat
 
-__all__ = ["code_format_of", "read_coded"]
+__all__ = ["code_format_of", "read_coded", "why_not_coded"]
 
+_NO_MATRIX = "they are not matrices that are computed from their codes"
 _NOT_FINITE = {"e4m3": 0x7F, "e5m2": 0x7C}  # the least code
 _LARGE = 3e38 / 2**16  # a scale below it gives numbers that are finite in bfloat16, whatever the codes are
 
 
 def code_format_of(entry: Entry, shard: Shard | None) -> CodeFormat | None:
     """Return how the codes of a weight, or of a ``shard`` of it, are kept as they are; None if they cannot be."""
+    form = _format_or_reason(entry, shard)
+    return form if isinstance(form, CodeFormat) else None
+
+
+def why_not_coded(entry: Entry, shard: Shard | None) -> str:
+    """Return why a weight, or a ``shard`` of it, has no ``code_format_of``."""
+    reason = _format_or_reason(entry, shard)
+    assert isinstance(reason, str)
+    return reason
+
+
+def _format_or_reason(entry: Entry, shard: Shard | None) -> CodeFormat | str:
     if isinstance(entry, ComposedWeight) and entry.layout == "stacked" and shard is not None:
-        return code_format_of(entry.members[shard.index], replace(shard, num_stacked=None, index=0))
-    if not isinstance(entry, PackedWeight) or entry.is_convolution or len(entry.shape) < 2:
-        return None
+        return _format_or_reason(entry.members[shard.index], replace(shard, num_stacked=None, index=0))
     is_member = shard is not None and shard.num_stacked is not None
-    if len(entry.shape) - 2 != is_member:
-        return None
+    if not isinstance(entry, PackedWeight) or entry.is_convolution or len(entry.shape) - 2 != is_member:
+        return _NO_MATRIX
+    if shard is not None and shard.start == shard.stop:
+        return _NO_MATRIX
     form = entry.code_format
-    if form is None or (shard is not None and shard.start == shard.stop):
-        return None
-    if shard is None or shard.dim == 0:
+    if form is None:
+        return entry.why_not_coded
+    if shard is None or shard.dim == 0 or shard.is_whole:
         return form
+    if form.has_input_order:
+        return "ranks divide their inputs, which are in the order of their groups"
     group = form.group if form.group < shard.full else BLOCK_INPUTS  # of all inputs, or fewer
-    is_whole = shard.start % group == 0 and (shard.stop % group == 0 or shard.stop == shard.full)
-    return form if is_whole else None
+    is_aligned = shard.start % group == 0 and (shard.stop % group == 0 or shard.stop == shard.full)
+    return form if is_aligned else "ranks divide their groups of inputs"
 
 
 def read_coded(files: TensorFiles, entry: Entry, shard: Shard | None, scratch: Scratch) -> CodedMatrix:
@@ -52,7 +67,7 @@ def read_coded(files: TensorFiles, entry: Entry, shard: Shard | None, scratch: S
     rows, columns = range(first, first + entry.shape[-2]), None
     if shard is not None and shard.dim == 0:
         rows = range(first + shard.start, first + shard.stop)
-    elif shard is not None:
+    elif shard is not None and not shard.is_whole:
         columns = (shard.start, shard.stop)
     parts = MatrixParts(files, entry, 0 if entry.is_tall else index, scratch)
     whole, blocks, target = parts.whole(), row_blocks(entry, rows), None

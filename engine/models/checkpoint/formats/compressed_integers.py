@@ -13,11 +13,11 @@ X.weight             I8 [out, in], with X.weight_scale, and X.weight_zero_point 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from engine.models.checkpoint.formats.groups import are_neighbours, group_size_of, sizes_in
+from engine.models.checkpoint.formats.groups import InputGroups, group_size_of, sizes_in, stored_groups, why_not_coded
 from engine.models.checkpoint.formats.module_tensors import ModuleTensors
 from engine.models.checkpoint.packed_weight import PART_DTYPES, PackedWeight
 from kernels.coded_weight import CodedMatrix, CodeFormat
@@ -44,12 +44,14 @@ class CompressedIntegers(PackedWeight):
         bits: of a code.
         is_packed: codes and zero points are packed in words; else they are bytes.
         group_size: inputs with one scale.
+        groups: what the group index says; None: the inputs of a group are neighbours.
     """
 
     format = "compressed-tensors integers"
     bits: int
     is_packed: bool
     group_size: int
+    groups: InputGroups | None
 
     def dequantise(
         self, parts: Mapping[str, torch.Tensor], rows: range, out: torch.Tensor | None = None
@@ -71,14 +73,33 @@ class CompressedIntegers(PackedWeight):
 
     @property
     def code_format(self) -> CodeFormat | None:
-        """How its codes are kept as they are; None if they cannot be."""
+        """How its codes are kept, in the order of their groups; None if they cannot be."""
+        if self._may_exceed_codes or (self.groups is not None and self.groups.order is None):
+            return None
+        dtype, columns = PART_DTYPES[self.parts["scale"].dtype], self.shape[-1]
+        if "zero point" in self.parts:
+            form = format_of_groups(self.bits, self.group_size, columns, dtype, zero_kind="points")
+        else:
+            form = format_of_groups(self.bits, self.group_size, columns, dtype, zero=float(1 << self.bits - 1))
+        return form if form is None or self.groups is None else replace(form, has_input_order=True)
+
+    @property
+    def _may_exceed_codes(self) -> bool:
+        """Whether a zero point, which is a byte, may be outside the codes."""
         zeros = self.parts.get("zero point")
-        if "group index" in self.parts or (zeros is not None and zeros.dtype == "I8" and self.bits != 8):
-            return None  # a zero point of a byte may be outside the codes
-        dtype = PART_DTYPES[self.parts["scale"].dtype]
-        if zeros is not None:
-            return format_of_groups(self.bits, self.group_size, self.shape[-1], dtype, zero_kind="points")
-        return format_of_groups(self.bits, self.group_size, self.shape[-1], dtype, zero=float(1 << self.bits - 1))
+        return zeros is not None and zeros.dtype == "I8" and self.bits != 8
+
+    @property
+    def input_order(self) -> torch.Tensor | None:
+        """The inputs group by group; None: they are in order."""
+        return None if self.groups is None else self.groups.order
+
+    @property
+    def why_not_coded(self) -> str:
+        """Why it has no ``code_format``."""
+        if self._may_exceed_codes:
+            return "their zero points are bytes, beside codes of fewer bits"
+        return why_not_coded(self.group_size, self.groups)
 
     def coded(self, parts: Mapping[str, torch.Tensor], rows: range) -> CodedMatrix:
         """Return rows of one matrix as codes."""
@@ -87,7 +108,8 @@ class CompressedIntegers(PackedWeight):
         codes = unpack_bits(codes, self.bits, self.shape[-1]) if self.is_packed else codes.view(torch.uint8) ^ offset
         zeros = self._zero_points(parts, rows, offset)
         scales = scales.view(-1, 1) if scales.dim() < 2 else scales
-        return coded_groups(form, codes, scales, zeros=None if isinstance(zeros, int) else zeros)
+        points = None if isinstance(zeros, int) else zeros
+        return coded_groups(form, codes, scales, zeros=points, input_order=self.input_order)
 
     def _zero_points(self, parts: Mapping[str, torch.Tensor], rows: range, offset: int) -> torch.Tensor | int:
         """Return what is subtracted from the codes: without zero points the code ``offset`` means zero."""
@@ -151,12 +173,13 @@ def _weight(module: ModuleTensors, name: str, bits: int, shape: tuple[int, int])
             is_packed and zeros.dtype == "I32" and zeros.shape == words
         ):
             raise module.error(zero_point, f"is {zeros.dtype} {list(zeros.shape)}, which does not fit the scales")
-    group_index = module.find("weight_g_idx")
+    group_index, groups = module.find("weight_g_idx"), None
     if group_index is not None:
         order = module.tensors[group_index]
         if order.dtype not in ("I32", "I64") or order.shape != (columns,):
             raise module.error(group_index, f"is {order.dtype} {list(order.shape)}, and not a group for each input")
-        if are_neighbours(module, group_index, group_size):
+        groups = stored_groups(module, group_index, group_size)
+        if groups is None:
             module.take(order=group_index)
             group_index = None
     parts = module.take(
@@ -171,4 +194,5 @@ def _weight(module: ModuleTensors, name: str, bits: int, shape: tuple[int, int])
         bits=bits,
         is_packed=is_packed,
         group_size=group_size,
+        groups=groups,
     )

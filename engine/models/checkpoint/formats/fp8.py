@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.models.checkpoint.formats.groups import why_not_coded
 from engine.models.checkpoint.formats.module_tensors import ModuleTensors
 from engine.models.checkpoint.packed_weight import PART_DTYPES, PackedWeight
 from engine.models.config.files.quantization import Quantization
@@ -56,6 +57,11 @@ class Fp8Weight(PackedWeight):
         # bfloat16 has all powers of two.
         scales = torch.bfloat16 if dtype in _EXPONENTS else PART_DTYPES[dtype]
         return format_of_groups(8, self.block[1], self.shape[-1], scales, floats=floats)
+
+    @property
+    def why_not_coded(self) -> str:
+        """Why it has no ``code_format``."""
+        return why_not_coded(self.block[1])
 
     def coded(self, parts: Mapping[str, torch.Tensor], rows: range) -> CodedMatrix:
         """Return rows of the matrix as codes."""

@@ -14,11 +14,11 @@ shapes distinguish them, and give the bits.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from engine.models.checkpoint.formats.groups import are_neighbours, group_size_of, sizes_in
+from engine.models.checkpoint.formats.groups import InputGroups, group_size_of, sizes_in, stored_groups, why_not_coded
 from engine.models.checkpoint.formats.module_tensors import ModuleTensors
 from engine.models.checkpoint.packed_weight import PART_DTYPES, PackedWeight
 from engine.models.config.files.quantization import Quantization
@@ -51,13 +51,15 @@ class GptqWeight(PackedWeight):
 
     Attributes:
         bits: of a code.
-        group_size: inputs with one scale, if there is no ``g_idx``.
+        group_size: inputs with one scale.
+        groups: what ``g_idx`` says; None: the inputs of a group are neighbours.
         stores_minus_one: zero points are one more than stored.
     """
 
     format = "GPTQ"
     bits: int
     group_size: int
+    groups: InputGroups | None
     stores_minus_one: bool
 
     def prepared(self, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -69,15 +71,29 @@ class GptqWeight(PackedWeight):
 
     @property
     def code_format(self) -> CodeFormat | None:
-        """How its codes are kept as they are; None if its groups are not neighbours."""
-        return None if "g_idx" in self.parts else _format(self, self.bits, self.group_size)
+        """How its codes are kept, in the order of their groups."""
+        form = _format(self, self.bits, self.group_size)
+        if form is None or self.groups is None:
+            return form
+        return None if self.groups.order is None else replace(form, has_input_order=True)
+
+    @property
+    def input_order(self) -> torch.Tensor | None:
+        """The inputs group by group; None: they are in order."""
+        return None if self.groups is None else self.groups.order
+
+    @property
+    def why_not_coded(self) -> str:
+        """Why it has no ``code_format``."""
+        return why_not_coded(self.group_size, self.groups)
 
     def coded(self, parts: Mapping[str, torch.Tensor], rows: range) -> CodedMatrix:
         """Return rows of the matrix as codes."""
         own, form = slice(rows.start, rows.stop), self.code_format
         assert form is not None
         codes = unpack_bits(turn_words_to_rows(parts["qweight"], own), self.bits, self.shape[-1])
-        return coded_groups(form, codes, parts["scales"][own], zeros=parts["zeros"][own])
+        scales, zeros = parts["scales"][own], parts["zeros"][own]
+        return coded_groups(form, codes, scales, zeros=zeros, input_order=self.input_order)
 
     def are_bounded(self, parts: Mapping[str, torch.Tensor]) -> bool:
         """Whether the parts show that all numbers are finite."""
@@ -109,6 +125,11 @@ class AwqWeight(PackedWeight):
     def code_format(self) -> CodeFormat | None:
         """How its codes are kept as they are."""
         return _format(self, 4, self.group_size)
+
+    @property
+    def why_not_coded(self) -> str:
+        """Why it has no ``code_format``."""
+        return why_not_coded(self.group_size)
 
     def coded(self, parts: Mapping[str, torch.Tensor], rows: range) -> CodedMatrix:
         """Return rows of the matrix as codes."""
@@ -180,6 +201,8 @@ def gptq_awq_weights(module: ModuleTensors) -> Iterator[PackedWeight]:
 def _group_size(module: ModuleTensors, columns: int) -> int:
     num_groups = module.tensors["scales"].shape[0]
     size = group_size_of(columns, num_groups, sizes_in(module.quantization.fields))
+    if size is None and module.find("g_idx") is not None:
+        size = -(-columns // num_groups)  # what counts is which group each input has
     if size is None:
         raise module.error("scales", f"has {num_groups} groups, which do not divide {columns} inputs")
     return size
@@ -215,17 +238,18 @@ def _gptq(module: ModuleTensors, rows: int) -> PackedWeight:
             "qweight", f"has {words} words for each output, which do not fit codes of {bits} bits for {columns} inputs"
         )
     _require_zeros(module, (module.tensors["scales"].shape[0], -(-rows * bits // 32)))
-    size = -(-columns // module.tensors["scales"].shape[0]) if order is not None else _group_size(module, columns)
-    if order is not None and are_neighbours(module, "g_idx", size):
+    size = _group_size(module, columns)
+    groups = None if order is None else stored_groups(module, "g_idx", size)
+    if order is not None and groups is None:
         module.take(order="g_idx")
-        order = None
     return GptqWeight(
         name=module.full_name("weight"),
-        parts=module.take(qweight="qweight", qzeros="qzeros", scales="scales", g_idx="g_idx" if order else None),
+        parts=module.take(qweight="qweight", qzeros="qzeros", scales="scales", g_idx="g_idx" if groups else None),
         shape=(rows, columns),
         row_multiple=_ROWS,
         bits=bits,
         group_size=size,
+        groups=groups,
         stores_minus_one=_stores_minus_one(module.quantization),
     )
 

@@ -19,6 +19,7 @@ import torch
 from engine.errors import shown
 from engine.models.checkpoint.formats.fp4 import Mxfp4Weight, Nvfp4Weight
 from engine.models.checkpoint.formats.fp8 import Fp8Weight
+from engine.models.checkpoint.formats.groups import why_not_coded
 from engine.models.checkpoint.formats.module_tensors import ModuleTensors
 from engine.models.checkpoint.packed_weight import PART_DTYPES, PackedWeight
 from kernels.coded_weight import CodedMatrix, CodeFormat
@@ -52,6 +53,13 @@ class MlxWeight(PackedWeight):
         if scales != biases:
             return None
         return format_of_groups(self.bits, self.group_size, self.shape[-1], scales, zero_kind="minima")
+
+    @property
+    def why_not_coded(self) -> str:
+        """Why it has no ``code_format``."""
+        if self.parts["scales"].dtype != self.parts["biases"].dtype:
+            return "their scales and biases are of different types"
+        return why_not_coded(self.group_size)
 
     def coded(self, parts: Mapping[str, torch.Tensor], rows: range) -> CodedMatrix:
         """Return rows of the matrix as codes."""

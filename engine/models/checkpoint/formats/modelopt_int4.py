@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.models.checkpoint.formats.groups import group_size_of, sizes_in
+from engine.models.checkpoint.formats.groups import group_size_of, sizes_in, why_not_coded
 from engine.models.checkpoint.formats.module_tensors import ModuleTensors
 from engine.models.checkpoint.packed_weight import PART_DTYPES, PackedWeight
 from kernels.coded_weight import CodedMatrix, CodeFormat
@@ -44,6 +44,11 @@ class ModelOptInt4Weight(PackedWeight):
         """How its codes are kept as they are."""
         dtype = PART_DTYPES[self.parts["scale"].dtype]
         return format_of_groups(4, self.group_size, self.shape[-1], dtype, zero=float(_SIGN))
+
+    @property
+    def why_not_coded(self) -> str:
+        """Why it has no ``code_format``."""
+        return why_not_coded(self.group_size)
 
     def coded(self, parts: Mapping[str, torch.Tensor], rows: range) -> CodedMatrix:
         """Return rows of the matrix as codes."""

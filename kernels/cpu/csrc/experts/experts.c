@@ -280,12 +280,12 @@ static void compute_shared(batch *b) {
     const pagoda_experts *e = b->experts;
     const int32_t width = e->shared_down.in_features;
     pagoda_rows rows = {b->words, b->row_scales, b->num_tokens};
-    if (e->shared_gate_up.kind == input_kind(e))
+    if (e->shared_gate_up.kind == input_kind(e) && !e->shared_gate_up.order)
         pagoda_gather_tiles(&rows, NULL, NULL, &b->packed, e->shared_gate_up.kind, e->hidden_size);
     else
-        pagoda_pack_rows(&rows, b->hidden, false, e->shared_gate_up.kind, e->hidden_size, b->norm, b->eps);
+        pagoda_pack_rows_for(&rows, b->hidden, false, &e->shared_gate_up, b->norm, b->eps);
     pagoda_linear(b->wide, width, &rows, &e->shared_gate_up, pagoda_epilogue_of(e->activation));
-    pagoda_pack_rows(&rows, b->wide, false, e->shared_down.kind, width, NULL, 0);
+    pagoda_pack_rows_for(&rows, b->wide, false, &e->shared_down, NULL, 0);
     pagoda_linear(b->shared, e->hidden_size, &rows, &e->shared_down, PAGODA_STORE);
 }
 
@@ -314,7 +314,7 @@ static void project_latent(batch *b) {
     const pagoda_experts *e = b->experts;
     pagoda_rows rows = {b->words, b->row_scales, b->num_tokens};
     pagoda_for_each_row(b->num_tokens, (int64_t)b->num_tokens * e->top_k * b->width, combine_latent, b);
-    pagoda_pack_rows(&rows, b->latent, false, e->latent_out.kind, b->width, NULL, 0);
+    pagoda_pack_rows_for(&rows, b->latent, false, &e->latent_out, NULL, 0);
     pagoda_linear(b->routed, e->hidden_size, &rows, &e->latent_out, PAGODA_STORE);
 }
 

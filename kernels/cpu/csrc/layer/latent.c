@@ -118,7 +118,7 @@ static void compute_queries(slice *s) {
     s->query_stride = call->stride;
     if (!latent->query.words) return;
     pagoda_rows rows = {call->words, call->row_scales, call->num_tokens};
-    pagoda_pack_rows(&rows, call->mixed, 0, latent->query.kind, latent->query_width, latent->query_norm, latent->eps);
+    pagoda_pack_rows_for(&rows, call->mixed, 0, &latent->query, latent->query_norm, latent->eps);
     s->query_stride = latent->query.out_features;
     pagoda_linear(call->wide, s->query_stride, &rows, &latent->query, PAGODA_STORE);
 }

@@ -55,7 +55,7 @@ static void add_latent_attention(const pagoda_layer *layer, const pagoda_step *s
     pagoda_store_latents(latent, &call);
     attend(layer, step, cache, latent->rank);
     pagoda_values_of_latents(latent, &call, step->attended);
-    pagoda_pack_rows(rows, step->wide, 0, layer->output.kind, layer->output.in_features, NULL, 0);
+    pagoda_pack_rows_for(rows, step->wide, 0, &layer->output, NULL, 0);
     add_to_hidden(layer, step, rows, &layer->output, layer->attention_output_norm, 1, PAGODA_STORE);
 }
 
@@ -77,7 +77,7 @@ static void add_attention(const pagoda_layer *layer, const pagoda_step *step, pa
     attend(layer, step, cache, layer->head_dim);
     if (layer->gate_width)
         pagoda_gate_attended(step->attended, layer->is_bf16, step->wide, stride, step->num_tokens, layer->gate_width);
-    pagoda_pack_rows(rows, step->attended, layer->is_bf16, layer->output.kind, layer->output.in_features, NULL, 0);
+    pagoda_pack_rows_for(rows, step->attended, layer->is_bf16, &layer->output, NULL, 0);
     add_to_hidden(layer, step, rows, &layer->output, layer->attention_output_norm, 1, PAGODA_STORE);
 }
 
@@ -86,28 +86,27 @@ void pagoda_mixer_half(const pagoda_layer *layer, const pagoda_step *step, const
     const bool has_attention = layer->num_heads > 0;
     if (!has_attention && !recurrent) return;
     pagoda_rows rows = {step->words, step->row_scales, step->num_tokens};
-    const int32_t kind = recurrent ? recurrent->input.kind : layer->qkv.kind;
-    pagoda_pack_rows(&rows, step->hidden, 0, kind, layer->hidden_size, layer->input_norm, layer->eps);
+    const pagoda_weight *first = recurrent ? &recurrent->input : &layer->qkv;
+    pagoda_pack_rows_for(&rows, step->hidden, 0, first, layer->input_norm, layer->eps);
     if (recurrent) {
         pagoda_recurrent_call call = {step->sequences, &rows, step->wide, step->mixed, cache->conv_state, cache->state};
         pagoda_compute_recurrent(recurrent, &call);
     }
-    if (has_attention && layer->qkv.kind != kind)
-        pagoda_pack_rows(&rows, step->hidden, 0, layer->qkv.kind, layer->hidden_size, layer->input_norm, layer->eps);
+    if (has_attention && (layer->qkv.kind != first->kind || layer->qkv.order != first->order))
+        pagoda_pack_rows_for(&rows, step->hidden, 0, &layer->qkv, layer->input_norm, layer->eps);
     if (has_attention) /* changes the rows and the hidden states */
         (layer->latent ? add_latent_attention : add_attention)(layer, step, &rows, cache);
     if (!recurrent) return;
-    pagoda_pack_rows(&rows, step->mixed, 0, recurrent->output.kind, recurrent->output.in_features, NULL, 0);
+    pagoda_pack_rows_for(&rows, step->mixed, 0, &recurrent->output, NULL, 0);
     add_to_hidden(layer, step, &rows, &recurrent->output, layer->attention_output_norm, 1,
                   has_attention ? PAGODA_ADD : PAGODA_STORE);
 }
 
 /* Packs what the second matrix of the dense feed-forward reads. */
 static void compute_activations(const pagoda_layer *layer, const pagoda_step *step, pagoda_rows *rows) {
-    pagoda_pack_rows(rows, step->hidden, 0, layer->gate_up.kind, layer->hidden_size, layer->post_attention_norm,
-                     layer->eps);
+    pagoda_pack_rows_for(rows, step->hidden, 0, &layer->gate_up, layer->post_attention_norm, layer->eps);
     pagoda_linear(step->wide, layer->intermediate_size, rows, &layer->gate_up, pagoda_epilogue_of(layer->activation));
-    pagoda_pack_rows(rows, step->wide, 0, layer->down.kind, layer->down.in_features, NULL, 0);
+    pagoda_pack_rows_for(rows, step->wide, 0, &layer->down, NULL, 0);
 }
 
 /* Computes both feed-forwards of the same hidden states, and adds them, or leaves that to the caller. */
@@ -147,11 +146,11 @@ void pagoda_add_own_input(const pagoda_layer *layer, const pagoda_step *step) {
     const int64_t width = layer->own_width;
     if (!width) return;
     pagoda_rows rows = {step->words, step->row_scales, step->num_tokens};
-    pagoda_pack_rows(&rows, step->hidden, 0, layer->own_gate.kind, layer->hidden_size, NULL, 0);
+    pagoda_pack_rows_for(&rows, step->hidden, 0, &layer->own_gate, NULL, 0);
     pagoda_linear(step->wide, width, &rows, &layer->own_gate, PAGODA_STORE);
     pagoda_gate_own_input(step->wide, step->own_inputs + layer->own_index * step->num_tokens * width, step->num_tokens,
                           layer->own_width);
-    pagoda_pack_rows(&rows, step->wide, 0, layer->own_projection.kind, layer->own_width, NULL, 0);
+    pagoda_pack_rows_for(&rows, step->wide, 0, &layer->own_projection, NULL, 0);
     pagoda_linear(step->wide, layer->hidden_size, &rows, &layer->own_projection, PAGODA_STORE);
     pagoda_add_to_residual(step->hidden, step->wide, step->num_tokens, layer->hidden_size, layer->own_output_norm,
                            layer->eps, 1, layer->own_output_scale);
@@ -169,7 +168,7 @@ void pagoda_layers(const pagoda_layer *const *layers, int32_t num_layers, const 
 void pagoda_logits(float *logits, const float *hidden, int32_t num_rows, const float *norm, float eps,
                    const pagoda_weight *head, float softcap, uint32_t *words, float *row_scales) {
     pagoda_rows rows = {words, row_scales, num_rows};
-    pagoda_pack_rows(&rows, hidden, 0, head->kind, head->in_features, norm, eps);
+    pagoda_pack_rows_for(&rows, hidden, 0, head, norm, eps);
     pagoda_linear(logits, head->out_features, &rows, head, PAGODA_STORE);
     if (softcap > 0) pagoda_cap_rows(logits, num_rows, head->out_features, softcap);
 }

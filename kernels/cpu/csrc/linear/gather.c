@@ -1,6 +1,7 @@
 /* See gather.h. */
 #include "linear/gather.h"
 
+#include "runtime/scratch.h"
 #include "runtime/threads.h"
 #include "runtime/vector.h"
 
@@ -42,7 +43,10 @@ static void gather_packed_row(void *args, int64_t index) {
         const int64_t start = group->start + row / LANES % PANELS_OF_GROUP * panel_bytes;
         const uint8_t *panel = (const uint8_t *)table->words + start;
         const float multiplier = call->multiplier * (table->scales ? table->scales[row] : 1);
-        pagoda_decode_output(call->output + index * width, panel, row % LANES, group->format, width, multiplier);
+        float *to = call->output + index * width;
+        float *decoded = table->order ? pagoda_scratch(SCRATCH_ROW, (size_t)width * sizeof *decoded) : to;
+        pagoda_decode_output(decoded, panel, row % LANES, group->format, width, multiplier);
+        for (int64_t i = 0; table->order && i < width; i++) to[table->order[i]] = decoded[i];
         return;
     }
     const uint32_t *lane = table->words + row / LANES * num_words * LANES + row % LANES;

@@ -29,6 +29,7 @@ typedef struct {
     const int32_t *sums;   /* [panels * 16], of each output's int8 weights; int8 only */
     const float *bias;     /* [panels * 16], or NULL */
     const pagoda_coded_panels *coded; /* [panels / 4]; coded ones only, of either kind */
+    const int32_t *order;  /* [in_features], the input that each weight of an output multiplies; NULL: in order */
     int32_t kind;
     int32_t in_features;
     int32_t out_features;

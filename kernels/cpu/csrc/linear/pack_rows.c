@@ -16,6 +16,7 @@ typedef struct {
     const float *norm;
     int32_t source_is_bf16, kind, width;
     float eps;
+    const int32_t *order; /* of a row's elements; NULL: as they are */
 } pack_call;
 
 /* --- rows of words --------------------------------------------------------------------------------------------- */
@@ -28,6 +29,13 @@ static void read_row(const pack_call *call, const void *source, float *row) {
         if (call->norm) x = x * factor * load_some(call->norm, false, i, call->width - i);
         f32x16_store(row + i, x);
     }
+}
+
+/* Puts a row into another order, padded likewise. */
+static void put_in_order(float *ordered, const float *row, const int32_t *order, int64_t width) {
+    const int64_t padded = divide_up(width, LANES) * LANES;
+    for (int64_t i = 0; i < width; i++) ordered[i] = row[order[i]];
+    for (int64_t i = width; i < padded; i++) ordered[i] = 0;
 }
 
 /* Blocks without a larger number are zero: the inverse of their scale would be infinite. */
@@ -147,13 +155,14 @@ static void pack_tile(void *args, int64_t index) {
     int64_t width = call->width, padded = divide_up(width, BLOCK_INPUTS) * BLOCK_INPUTS;
     int64_t num_words = pagoda_num_words(call->kind, call->width);
     tile_rows tile = rows_of_tile(call->tiles, index, call->rows_per_tile, call->rows->num_rows);
-    float *row = pagoda_scratch(SCRATCH_ROW, (size_t)(padded * (1 + tile.count)) * sizeof *row);
+    float *row = pagoda_scratch(SCRATCH_ROW, (size_t)(padded * (2 + tile.count)) * sizeof *row), *ordered = row + padded;
     const uint32_t *packed[ROWS_PER_TILE];
     for (int64_t r = 0; r < tile.count; r++) {
-        uint32_t *words = (uint32_t *)row + padded * (1 + r); /* padded to what the widest kind takes */
+        uint32_t *words = (uint32_t *)row + padded * (2 + r); /* padded to what the widest kind takes */
         int64_t from = tile.first + r;
         read_row(call, (const char *)call->source + from * width * (call->source_is_bf16 ? 2 : 4), row);
-        make_words(call, row, words, call->kind == PAGODA_INT8 ? call->rows->scales + from : NULL);
+        if (call->order) put_in_order(ordered, row, call->order, width);
+        make_words(call, call->order ? ordered : row, words, call->kind == PAGODA_INT8 ? call->rows->scales + from : NULL);
         packed[r] = words;
     }
     interleave(call->rows->words + tile.first * num_words, packed, tile.count, num_words);
@@ -161,19 +170,26 @@ static void pack_tile(void *args, int64_t index) {
 
 void pagoda_pack_rows(pagoda_rows *rows, const void *source, int32_t source_is_bf16, int32_t kind, int32_t width,
                       const float *norm, float eps) {
-    pack_call call = {rows, NULL, ROWS_PER_TILE, source, norm, source_is_bf16, kind, width, eps};
+    pack_call call = {rows, NULL, ROWS_PER_TILE, source, norm, source_is_bf16, kind, width, eps, NULL};
+    pagoda_parallel_for(divide_up(rows->num_rows, ROWS_PER_TILE), pack_tile, &call);
+}
+
+void pagoda_pack_rows_for(pagoda_rows *rows, const void *source, int32_t source_is_bf16, const pagoda_weight *weight,
+                          const float *norm, float eps) {
+    pack_call call = {rows, NULL, ROWS_PER_TILE, source, norm, source_is_bf16, weight->kind, weight->in_features, eps,
+                      weight->order};
     pagoda_parallel_for(divide_up(rows->num_rows, ROWS_PER_TILE), pack_tile, &call);
 }
 
 void pagoda_pack_rows_apart(const pagoda_rows *rows, const float *source, int32_t kind, int32_t width,
                             const float *norm, float eps) {
-    pack_call call = {rows, NULL, 1, source, norm, false, kind, width, eps};
+    pack_call call = {rows, NULL, 1, source, norm, false, kind, width, eps, NULL};
     pagoda_for_each_row(rows->num_rows, (int64_t)rows->num_rows * width, pack_tile, &call);
 }
 
 void pagoda_pack_tiles(const pagoda_rows *rows, const pagoda_tiles *tiles, const float *source, int32_t kind,
                        int32_t width) {
-    pack_call call = {rows, tiles, 0, source, NULL, false, kind, width, 0};
+    pack_call call = {rows, tiles, 0, source, NULL, false, kind, width, 0, NULL};
     pagoda_for_each_row(tiles->num_tiles, (int64_t)rows->num_rows * width, pack_tile, &call);
 }
 

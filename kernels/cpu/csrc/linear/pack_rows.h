@@ -6,11 +6,16 @@
 
 #include "linear/linear.h"
 
-/* Packs rows [num_rows, width] for a linear layer whose weights are of this kind; the source is float32 or bfloat16.
+/* Packs rows [num_rows, width] for a linear layer whose weights are of this kind, in order; the source is float32 or
+ * bfloat16.
  * With `norm` [width] each row is first divided by its root mean square and multiplied by `norm` (RMSNorm, Zhang and
  * Sennrich, 2019). int8 rows are quantized by their largest element. */
 void pagoda_pack_rows(pagoda_rows *rows, const void *source, int32_t source_is_bf16, int32_t kind, int32_t width,
                       const float *norm, float eps);
+
+/* Packs rows for this weight, in the order that its inputs have. */
+void pagoda_pack_rows_for(pagoda_rows *rows, const void *source, int32_t source_is_bf16, const pagoda_weight *weight,
+                          const float *norm, float eps);
 
 /* Packs rows for the same, but keeps each row's words together, [num_rows, num_words], as pagoda_gather_tiles reads
  * them. The source is float32. */

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from tests.engine.models.checkpoint.formats import test_fp4 as of_fp4
 from tests.engine.models.checkpoint.formats import test_fp8 as of_fp8
 from tests.engine.models.checkpoint.formats import test_gptq_awq as of_gptq_awq
 from tests.engine.models.checkpoint.formats import test_mlx as of_mlx
-from tests.engine.models.checkpoint.formats.quantised import Encoded, save_quantised
+from tests.engine.models.checkpoint.formats.quantised import Encoded, is_linear, save_quantised, tiny_model
 from tests.engine.models.decoder.latent.latent_families import build_latent_model
 from tests.engine.models.decoder.recurrent.recurrent_families import build_recurrent_model
 from tests.engine.models.decoder.recurrent.test_formats import INT4
@@ -45,6 +46,11 @@ CLOSE_WITH_LEVELS = {"fp4": 0.6, "nf4-moe": 1.0, "nf4-qwen3.5": 1.0}
 
 MODELS: dict[str, Callable[[Path], Path]] = {
     "gptq": lambda path: of_gptq_awq.save("gptq", path).path,
+    "gptq-desc_act": lambda path: of_gptq_awq.save("gptq desc_act", path).path,
+    "gptq-desc_act-head": lambda path: with_head(path),
+    "gptq-orders": lambda path: of_gptq_awq.save("gptq desc_act, each its own", path).path,
+    "int4-actorder-8": lambda path: of_integers.save("int4 actorder", path).path,
+    "int4-actorder": lambda path: of_integers.save("int4 actorder, groups of 32", path).path,
     "awq": lambda path: of_gptq_awq.save("awq", path).path,
     "int4": lambda path: of_integers.save("int4 symmetric", path).path,
     "mxfp4": lambda path: of_fp4.save("mxfp4", path).path,
@@ -80,13 +86,26 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "falcon-h1": lambda path: gguf(path, "falcon-h1"),
     "granitehybrid-moe": lambda path: gguf(path, "granitehybrid-moe"),
 }
-SMALL = ("gptq", "nvfp4", "nf4", "fp8", "fp8-moe", "llama", "qwen3moe", "qwen35", "falcon-h1")
-EVERY = [pytest.param(name, marks=() if name in SMALL else pytest.mark.long) for name in MODELS]
+SMALL = ("gptq", "gptq-desc_act", "nvfp4", "nf4", "fp8", "fp8-moe", "llama", "qwen3moe", "qwen35", "falcon-h1")
+EVERY = [
+    pytest.param(name, marks=() if name in SMALL else pytest.mark.long) for name in MODELS if name != "int4-actorder-8"
+]
 
 
 def fp8_by_layers(path: Path, model: PreTrainedModel) -> Path:
     """Save a model as FP8 in blocks but for its embedding, head and routers."""
     return save_quantised(model, path, of_fp8.fp8_block, of_fp8.fp8(), chosen=is_projection).path
+
+
+def with_head(path: Path) -> Path:
+    """Save a model whose head's inputs are in the order of GPTQ's groups as well."""
+    config = {"quantization_config": of_gptq_awq.gptq_config(4, desc_act=True)}
+    model = tiny_model(intermediate_size=224)
+
+    def encode(_: str, weight: torch.Tensor) -> Encoded:
+        return of_gptq_awq.gptq(weight, 4, "desc_act")
+
+    return save_quantised(model, path, encode, config, chosen=lambda name: is_linear(name) or "lm_head" in name).path
 
 
 def nf4_by_layers(path: Path, model: PreTrainedModel) -> Path:
@@ -162,7 +181,7 @@ def test_a_token_has_the_same_bits_in_any_batch(name: str, model: Callable[[str]
         llm.engine.close()
 
 
-@pytest.mark.parametrize("name", ["gptq", "nf4", "fp8", "fp8-moe", "llama", "qwen3moe", "qwen35"])
+@pytest.mark.parametrize("name", ["gptq", "gptq-desc_act", "nf4", "fp8", "fp8-moe", "llama", "qwen3moe", "qwen35"])
 def test_ranks_compute_nearly_the_same(
     name: str, model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,7 +271,39 @@ def test_the_log_says_what_stays_codes_and_what_does_not(
     assert "14 weights (GPTQ) are computed from their codes" in caplog.text
     caplog.clear()
     coded_llm(model("gptq"), quantization="dequantize").engine.close()
-    assert "14 weights (GPTQ) are dequantised to float32" in caplog.text
+    assert "14 weights (GPTQ) are dequantised to float32, because quantization says so" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "count", "reason"),
+    [
+        ("gptq-orders", {}, 6, "projections that are computed together have their inputs in different orders"),
+        ("nf4", {}, 2, "their outputs, of 200 inputs each, begin within groups of 16 inputs with one scale"),
+        ("int4-actorder-8", {}, 14, "groups of 8 inputs are not computed from their codes"),
+        ("fp8", {"dtype": "float32"}, 14, "FP8 is computed from its codes with dtype bfloat16"),
+    ],
+)
+def test_the_log_says_why_weights_are_dequantised(
+    name: str,
+    options: dict[str, Any],
+    count: int,
+    reason: str,
+    model: Callable[[str], Path],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    coded_llm(model(name), **options).engine.close()
+    assert any(line.startswith(f"{count} weights") and f"because {reason}:" in line for line in caplog.messages)
+
+
+def test_the_log_says_which_weights_ranks_dequantise(
+    model: Callable[[str], Path], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.worker.worker_pool.RemoteRanks", ThreadRanks)
+    caplog.set_level("INFO")
+    coded_llm(model("gptq-desc_act"), tensor_parallel_size=2).engine.close()
+    reason = "ranks divide their inputs, which are in the order of their groups"
+    assert any(line.startswith("4 weights (GPTQ)") and f"because {reason}:" in line for line in caplog.messages)
 
 
 CHANGES: dict[str, Callable[[CodedMatrix], CodedMatrix]] = {
@@ -260,12 +311,20 @@ CHANGES: dict[str, Callable[[CodedMatrix], CodedMatrix]] = {
                                                                     .reshape(m.codes.shape)}),
     "a neighbour's scale": lambda m: m.with_parts(m.parts | {"outer_scales": m.outer_scales.roll(1, 1)}),
     "zero points one too high": lambda m: m.with_parts(m.parts | {"zero_points": m.parts["zero_points"] + 1}),
+    "desc_act ignored": lambda m: replace(m, input_order=torch.arange(m.shape[1], dtype=torch.int32)),
 }  # fmt: skip
+
+
+HAVE = {"gptq": {"zero"}, "gptq-desc_act": {"zero", "desc_act"}, "nf4": set()}
+
+
+def applies(name: str, change: str) -> bool:
+    return {"zero", "desc_act"} & set(change.split()) <= HAVE[name]
 
 
 @pytest.mark.parametrize(
     ("name", "change"),
-    [(name, change) for name in ("gptq", "nf4") for change in CHANGES if name == "gptq" or "zero" not in change],
+    [(name, change) for name in ("gptq", "gptq-desc_act", "nf4") for change in CHANGES if applies(name, change)],
 )
 def test_a_planted_error_is_seen(
     name: str, change: str, model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-__all__ = ["Affine", "pack_rows", "quantise"]
+__all__ = ["Affine", "pack_rows", "quantise", "sorted_groups"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,11 @@ def quantise(
     zeros[0, 0] = 0 if not is_symmetric else zeros[0, 0]
     codes = (weight / scales.float()[:, group_of] + zeros[:, group_of]).round().clamp(0, largest).long()
     return Affine(codes, scales, zeros, group_of)
+
+
+def sorted_groups(group_of: torch.Tensor, seed: int = 0) -> torch.Tensor:
+    """Return the group of each input as ``desc_act`` gives it: projections of the same inputs have the same order."""
+    return group_of[torch.randperm(len(group_of), generator=torch.Generator().manual_seed(len(group_of) + seed))]
 
 
 def pack_rows(codes: torch.Tensor, bits: int) -> torch.Tensor:

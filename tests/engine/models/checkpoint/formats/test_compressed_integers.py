@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.models.checkpoint.checkpoint import open_checkpoint
 from engine.models.checkpoint.sharding import Shard
-from tests.engine.models.checkpoint.formats.affine import pack_rows, quantise
+from tests.engine.models.checkpoint.formats.affine import pack_rows, quantise, sorted_groups
 from tests.engine.models.checkpoint.formats.quantised import (
     FILE,
     Encoded,
@@ -24,8 +24,6 @@ from tests.engine.models.checkpoint.formats.quantised import (
 from tests.engine.models.decoder.dense_families import build_dense_model
 from tests.engine.worker.test_tensor_parallel import ThreadRanks
 
-ORDER = torch.Generator().manual_seed(1)
-
 
 def encode(weight: torch.Tensor, kind: str) -> Encoded:
     """Return a weight as compressed-tensors writes it."""
@@ -33,7 +31,7 @@ def encode(weight: torch.Tensor, kind: str) -> Encoded:
     out, columns = weight.shape
     group_of = torch.arange(columns) // (group or columns)
     if "ordered" in options:
-        group_of = group_of[torch.randperm(columns, generator=ORDER)]
+        group_of = sorted_groups(group_of)
     is_symmetric = "asymmetric" not in options
     affine = quantise(weight, bits, group_of, is_symmetric=is_symmetric, dtype=torch.bfloat16)
     half = 1 << bits - 1
@@ -59,6 +57,7 @@ KINDS: dict[str, tuple[int, int, str]] = {
     "int4 symmetric": (4, 32, ""),
     "int4 asymmetric, last group smaller": (4, 64, "asymmetric"),
     "int4 actorder": (4, 8, "asymmetric ordered"),
+    "int4 actorder, groups of 32": (4, 32, "asymmetric ordered"),
     "int4 actorder that was not computed": (4, 32, "asymmetric"),
     "int8 by channel": (8, 0, "asymmetric"),
     "int8 bytes": (8, 0, "plain"),

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from engine.errors import ModelLoadError
 from engine.models.checkpoint.checkpoint import open_checkpoint
 from engine.models.checkpoint.sharding import Shard
-from tests.engine.models.checkpoint.formats.affine import pack_rows, quantise
+from tests.engine.models.checkpoint.formats.affine import pack_rows, quantise, sorted_groups
 from tests.engine.models.checkpoint.formats.quantised import (
     FILE,
     Encoded,
@@ -24,7 +24,6 @@ from tests.engine.models.checkpoint.formats.quantised import (
     tiny_model,
 )
 
-ORDER = torch.Generator().manual_seed(1)
 GROUP = 32
 
 
@@ -33,7 +32,7 @@ def gptq(weight: torch.Tensor, bits: int, options: str) -> Encoded:
     columns = weight.shape[1]
     group_of = torch.arange(columns) // GROUP
     if "desc_act" in options:
-        group_of = group_of[torch.randperm(columns, generator=ORDER)]
+        group_of = sorted_groups(group_of, len(weight) if "each" in options else 0)
     affine = quantise(weight, bits, group_of)
     stored = affine.zeros if "v2" in options else (affine.zeros - 1) % (1 << bits)
     tensors = {
@@ -77,6 +76,7 @@ EXTRA = {"extra_config": {"model.layers.0.mlp.up_proj": {"bits": 8}, "lm_head": 
 KINDS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "gptq": (4, "", gptq_config(4, desc_act=False, sym=False)),
     "gptq desc_act": (4, "desc_act", gptq_config(4, desc_act=True)),
+    "gptq desc_act, each its own": (4, "desc_act each", gptq_config(4, desc_act=True)),
     "gptq v2": (4, "v2", gptq_config(4, checkpoint_format="gptq_v2")),
     "gptq v2, newer name": (4, "v2 no g_idx", gptq_config(4, checkpoint_format=None, format="gptq_v2")),
     "gptq 2 bits": (2, "", gptq_config(2)),
