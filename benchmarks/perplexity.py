@@ -1,22 +1,28 @@
-"""The accuracy that int8 and int4 weights cost: the demo model's perplexity on questions outside its training set.
+"""The accuracy that quantised weights cost: the demo model's perplexity on questions outside its training set.
 
 usage: python -m benchmarks.perplexity [--out FILE]
 
 The text is every held-out phrasing followed by its answer. The model has memorised the answers, so they hardly change;
 the questions are new to it and most sensitive to quantization. A model of four million parameters says
 little about large ones.
+
+Of the formats of quantised checkpoints, into which the weights are rounded, *codes* is computed from the codes, and
+*dequantised* from the weights that they stand for, in bfloat16: what both differ by is the cost of the computation.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.machine import describe
+from benchmarks.quantised_formats import FORMATS, write_quantised
 from benchmarks.result_file import write_result
 from demo.demo_model import MODEL_DIR, held_out_questions
 from engine.llm import LLM
@@ -30,9 +36,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def logprobs_of_text(options: dict[str, Any]) -> dict[str, list[float]]:
+def logprobs_of_text(options: dict[str, Any], model: Path = MODEL_DIR) -> dict[str, list[float]]:
     """Return the log-probability of each token of the questions and of the answers, with these engine options."""
-    llm = LLM(str(MODEL_DIR), device="cpu", enable_prefix_caching=False, **options)
+    llm = LLM(str(model), device="cpu", enable_prefix_caching=False, **options)
     tokenizer = llm.tokenizer
     assert tokenizer is not None
     by_kind: dict[str, list[float]] = {"questions": [], "answers": []}
@@ -48,7 +54,21 @@ def logprobs_of_text(options: dict[str, Any]) -> dict[str, list[float]]:
             ]
             by_kind["questions"] += logprobs[: len(asked) - 1]
             by_kind["answers"] += logprobs[len(asked) - 1 :]
+    llm.engine.close()
     return by_kind
+
+
+def logprobs_of_variants() -> Iterator[tuple[str, dict[str, list[float]]]]:
+    """Yield the name of each kind of weights, and its log-probabilities."""
+    for name, options in VARIANTS.items():
+        yield name, logprobs_of_text(options)
+    for name, form in FORMATS.items():
+        with tempfile.TemporaryDirectory(prefix="pg-perplexity-") as temporary:
+            path = Path(temporary) / "model"
+            write_quantised(MODEL_DIR, path, form)
+            for computed, quantization in (("codes", None), ("dequantised", "dequantize")):
+                options = {"dtype": "bfloat16", "quantization": quantization}
+                yield f"{name}: {computed}", logprobs_of_text(options, path)
 
 
 def perplexity(logprobs: list[float]) -> float:
@@ -62,14 +82,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     out: Path | None = parser.parse_args().out
     result: dict[str, Any] = {"machine": describe(torch.device("cpu"))}
-    for name, options in VARIANTS.items():
-        by_kind = logprobs_of_text(options)
+    for name, by_kind in logprobs_of_variants():
         result[name] = {
             kind: {"tokens": len(logprobs), "perplexity": perplexity(logprobs)} for kind, logprobs in by_kind.items()
         }
         for kind, figures in result[name].items():
             ratio = figures["perplexity"] / result["float32"][kind]["perplexity"]
-            print(f"{name:10s} {kind:10s} perplexity {figures['perplexity']:8.4f}, {ratio:.4f} x float32")
+            print(f"{name:55s} {kind:10s} perplexity {figures['perplexity']:8.4f}, {ratio:.4f} x float32")
     if out is not None:
         write_result(out, result)
 

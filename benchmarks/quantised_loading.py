@@ -1,11 +1,13 @@
 """Seconds to read quantised weights in bfloat16, beside reading their bytes and writing as many in bfloat16.
 
     python -m benchmarks.quantised_loading --rounds 5 --out result.json
+    python -m benchmarks.quantised_loading --codes --rounds 5 --out result.json  # weights that stay codes
 
 A checkpoint of random codes is written for each format, of `--matrices` of 4096 x 4096 weights. Its files are in the
 page cache. *plain* reads their bytes and fills new memory for the weights in bfloat16, on as many threads as loading
 has; *load* reads, dequantises and checks the weights, as an engine does. They alternate, and *x plain* is the median of
-the ratios. CPU seconds are those of all threads: where other work takes the processor, they are what can be compared.
+the ratios. With `--codes`, *load* reads and packs the codes, and *plain* fills as much memory as they take. CPU
+seconds are those of all threads: where other work takes the processor, they are what can be compared.
 """
 
 from __future__ import annotations
@@ -31,9 +33,11 @@ from benchmarks.loading import CPU, Run, plain_read
 from benchmarks.machine import describe, release_memory
 from benchmarks.result_file import write_result
 from engine.models.checkpoint.checkpoint import open_checkpoint
-from engine.models.checkpoint.files.read_ahead import NUM_THREADS
+from engine.models.checkpoint.files.read_ahead import NUM_THREADS, read_ahead
 from engine.models.checkpoint.finite import is_finite
 from engine.models.checkpoint.own_memory import own_memory
+from kernels.coded_weight import CodedMatrix, CodedWeight, Section
+from kernels.cpu.coded_linear import CodedLinear
 from kernels.dequant.gguf_types import GGUF_TYPES, GgufType
 
 __all__ = ["main"]
@@ -140,6 +144,7 @@ FORMATS: dict[str, tuple[Callable[[], Tensors], dict[str, Any]]] = {
     "NF4": (nf4, {"quant_method": "bitsandbytes", "load_in_4bit": True}),
 }
 
+_NOT_CODED = ("GPT-OSS",)  # are transposed
 GGUF = {f"GGUF {kind.name}": kind for kind in GGUF_TYPES.values() if kind.block_elements > 1}
 
 
@@ -169,11 +174,12 @@ def write_checkpoint(directory: Path, name: str, num_matrices: int) -> Path:
     return directory / "model.safetensors"
 
 
-def plain(file: Path, num_matrices: int) -> None:
-    """Read the file, and fill memory for the weights in bfloat16."""
+def plain(file: Path, num_matrices: int, *, is_coded: bool) -> None:
+    """Read the file, and fill memory for the weights in bfloat16, or for the codes."""
     plain_read([file], NUM_THREADS, MIB)
+    num_bytes = file.stat().st_size // num_matrices if is_coded else SIZE * SIZE * 2
     with ThreadPoolExecutor(NUM_THREADS) as pool:
-        list(pool.map(lambda _: own_memory((SIZE, SIZE), torch.bfloat16).fill_(1.0), range(num_matrices)))
+        list(pool.map(lambda _: own_memory((num_bytes,), torch.uint8).fill_(1), range(num_matrices)))
 
 
 def load(file: Path) -> None:
@@ -189,6 +195,20 @@ def load(file: Path) -> None:
         list(pool.map(read, checkpoint.names))
 
 
+def load_codes(file: Path) -> None:
+    """Read the codes of the weights, on threads, and pack them, as an engine does."""
+
+    def read(name: str) -> CodedMatrix:
+        return checkpoint.read_coded(name)
+
+    path = file if file.suffix == ".gguf" else file.parent
+    packed: list[CodedLinear] = []
+    with open_checkpoint(path) as checkpoint:
+        for _, matrix in read_ahead(checkpoint.names, read, lambda _: SIZE * SIZE, file.stat().st_size):
+            packed.append(CodedLinear([Section(matrix.format, SIZE)], SIZE, SIZE))
+            packed[-1].set_weight(CodedWeight((matrix,)))
+
+
 def timed(run: Callable[[], object]) -> Run:
     """Return the seconds of ``run``."""
     release_memory(CPU)
@@ -199,14 +219,18 @@ def timed(run: Callable[[], object]) -> Run:
     return Run(round(seconds, 6), round(used, 6))
 
 
-def results(names: list[str], num_matrices: int, rounds: int) -> Iterator[dict[str, Any]]:
+def results(names: list[str], num_matrices: int, rounds: int, *, is_coded: bool) -> Iterator[dict[str, Any]]:
     """Yield what was measured for each format."""
+    load_weights = load_codes if is_coded else load
     for name in names:
         with tempfile.TemporaryDirectory(prefix="pg-quantised-") as temporary:
             file = write_checkpoint(Path(temporary), name, num_matrices)
-            load(file)  # compiles the kernels
+            load_weights(file)  # compiles the kernels
             runs = [
-                (timed(lambda: plain(file, num_matrices)), timed(lambda: load(file)))  # noqa: B023
+                (
+                    timed(lambda: plain(file, num_matrices, is_coded=is_coded)),  # noqa: B023
+                    timed(lambda: load_weights(file)),  # noqa: B023
+                )
                 for _ in range(rounds)
             ]
             yield {
@@ -226,6 +250,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Measure, print a table, and write JSON to ``--out``."""
     parser = argparse.ArgumentParser(description="Loading of quantised weights beside plain reading and writing.")
     parser.add_argument("--matrices", type=int, default=17, help="of 4096 x 4096 weights")
+    parser.add_argument("--codes", action="store_true", help="keep the weights as codes")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--formats", nargs="+", choices=[*FORMATS, *GGUF], default=[*FORMATS, *GGUF])
     parser.add_argument("--out", type=Path)
@@ -233,12 +258,18 @@ def main(arguments: list[str] | None = None) -> None:
     load_average, measured = os.getloadavg()[0], []
     columns = ("gb", "plain_s", "load_s", "over_plain", "plain_cpu_s", "load_cpu_s", "cpu_over_plain")
     print(f"{'format':12}" + "".join(f"{column:>15}" for column in columns))
-    for result in results(options.formats, options.matrices, options.rounds):
+    formats = [name for name in options.formats if not (options.codes and name in _NOT_CODED)]
+    for result in results(formats, options.matrices, options.rounds, is_coded=options.codes):
         measured.append(result)
         print(f"{result['format']:12}" + "".join(f"{result[column]:15.3f}" for column in columns), flush=True)
     if options.out:
         document = {"machine": describe(CPU), "load_average_before": round(load_average, 2)}
-        document |= {"weights": options.matrices * SIZE * SIZE, "threads": NUM_THREADS, "results": measured}
+        document |= {
+            "computed": "codes" if options.codes else "dequantised",
+            "weights": options.matrices * SIZE * SIZE,
+            "threads": NUM_THREADS,
+            "results": measured,
+        }
         write_result(options.out, document)
 
 
