@@ -109,7 +109,9 @@ class LoadMeter(EngineObserver):
         decoding = output.sequences if num_tokens == len(output.sequences) else _decoding(output)
         num_kv_tokens = sum(map(_num_computed_tokens, decoding))
         self.speeds.record(num_tokens - len(decoding), len(decoding), num_kv_tokens, now - begun)
-        self._decoding = set(output.sampling).difference(output.cancelled)
+        # A request may have been aborted while the step was in flight.
+        sampling = (sequence for sequence in output.sampling if not sequence.is_finished)
+        self._decoding = set(sampling).difference(output.cancelled)
 
     def sequence_ended(self, sequence: Sequence) -> None:
         self._backlog.remove_sequence(sequence)

@@ -15,7 +15,8 @@ from msgspec import Meta, Struct
 
 __all__ = ["StepCosts", "StepSpeeds"]
 
-_Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e6)]  # excludes NaN and infinity
+_MAX_S = 1e6
+_Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=_MAX_S)]  # excludes NaN and infinity
 
 # Seconds of steps after which the weight of a measurement has halved.
 _FIT_HALF_LIFE_S, _RATE_HALF_LIFE_S = 0.5, 2.0
@@ -118,4 +119,4 @@ class StepSpeeds:
                 if row[index] > _NEGLIGIBLE:
                     others = sum(one * product for one, product in zip(fitted, row, strict=True))
                     fitted[index] = max(0.0, fitted[index] + (total - others) / row[index])
-        return StepCosts(*fitted)
+        return StepCosts(*(min(seconds, _MAX_S) for seconds in fitted))  # else routers would reject the report

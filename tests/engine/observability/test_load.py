@@ -6,6 +6,7 @@ import pickle
 
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
+from engine.scheduling.scheduler_output import StepTimes
 from tests.engine.shadow import make_engine
 
 
@@ -54,3 +55,16 @@ def test_a_preempted_answer_is_pending_again() -> None:
         assert load.num_pending + load.num_decoding == len(engine.scheduler.running) + len(engine.scheduler.waiting)
         seen.add((load.num_pending, load.num_decoding))
     assert (1, 1) in seen
+
+
+def test_a_request_aborted_while_its_step_is_in_flight_does_not_decode() -> None:
+    engine, _ = make_engine(num_blocks=32, block_size=4, max_num_seqs=2)
+    engine.add_request(EngineRequest("0", [1] * 9, SamplingParams(max_tokens=5)))
+    engine.step()
+    engine.observers.step_started()
+    output = engine.scheduler.schedule()
+    engine.observers.step_scheduled(output)
+    engine.abort("0")
+    engine.observers.step_finished(output, [], StepTimes())
+    load = engine.meter.load()
+    assert (load.num_pending, load.num_decoding, load.num_decoding_tokens) == (0, 0, 0)

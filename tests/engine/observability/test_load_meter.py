@@ -27,7 +27,7 @@ class Metered:
 
     def step(self, num_new_tokens: list[int], seconds: float, *, computed: int = 100, drafts: int = 0) -> None:
         """Finish a step of sequences that compute these many tokens; the first ones have drafts."""
-        sequences: list[Any] = [_Sequence(num_computed_tokens=computed) for _ in num_new_tokens]
+        sequences: list[Any] = [_Sequence(num_computed_tokens=computed, is_finished=False) for _ in num_new_tokens]
         output = SchedulerOutput(
             sequences=sequences,
             num_new_tokens=num_new_tokens,
@@ -70,7 +70,7 @@ def test_an_answer_with_a_draft_is_a_decode() -> None:
 def test_a_step_launched_while_another_is_in_flight_begins_when_that_is_finished() -> None:
     metered = Metered()
     outputs = [
-        SchedulerOutput(sequences=[_Sequence(num_computed_tokens=9)], num_new_tokens=[1])  # type: ignore[list-item]
+        SchedulerOutput(sequences=[_Sequence(num_computed_tokens=9, is_finished=False)], num_new_tokens=[1])  # type: ignore[list-item]
         for _ in range(2)
     ]
     for output in outputs:

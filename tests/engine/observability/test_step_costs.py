@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -103,3 +104,9 @@ def test_the_coefficients_are_never_negative_or_infinite(steps: list[tuple[int, 
         speeds.record(*step)
         values = [getattr(speeds.costs, name) for name in StepCosts.__struct_fields__]
         assert all(0 <= value <= 1e6 for value in values), values
+
+
+def test_a_step_of_weeks_leaves_a_report_that_routers_accept() -> None:
+    speeds = StepSpeeds()
+    speeds.record(0, 1, 10, 1e9)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(speeds.costs), type=StepCosts) == speeds.costs

@@ -1,0 +1,62 @@
+"""ReplicaTable: its sums beside those of a shadow, and the measured costs of the latest report."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from deployments.routing.options import RoutingOptions
+from deployments.routing.replica_table import ReplicaTable
+from deployments.transport.request_channel.dispatch import Dispatch
+from engine.observability.step_costs import StepCosts
+from tests.deployments.routing.dispatches import dispatch_of
+from tests.deployments.routing.views import IDLE
+
+_ACTIONS = ("add", "remove", "report", "sent", "ended", "wait")
+
+
+@given(st.lists(st.tuples(st.sampled_from(_ACTIONS), st.sampled_from("abc"), st.integers(0, 3)), max_size=60))
+def test_the_sums_are_those_of_the_replicas_that_are_left(actions: list[tuple[str, str, int]]) -> None:
+    table, now = ReplicaTable(RoutingOptions()), 0.0
+    dispatches: list[Dispatch] = []
+    for action, name, number in actions:
+        now += 0.01
+        if action == "wait":
+            now += number
+        elif action == "add" and name not in table.by_name:
+            table.add(name)
+        elif action == "ended" and dispatches:
+            dispatch = dispatches.pop(number % len(dispatches))
+            if dispatch.replica in table.by_name:
+                table.ended(dispatch)
+        elif name in table.by_name:
+            if action == "remove":
+                table.remove(name)
+            elif action == "report":
+                table.report(name, replace(IDLE, num_pending=number, num_decoding=2 * number), now)
+            elif action == "sent":
+                dispatch = dispatch_of([], 10, name)
+                dispatch.sent_at, dispatch.num_uncached_tokens = now, 10
+                table.sent(dispatch)
+                dispatches.append(dispatch)
+        if table.by_name:
+            table.sample(now)
+        pending, decoding = [], []
+        for replica in table.by_name.values():
+            fresh = now <= replica.fresh_until
+            pending.append(replica.load.pending(fresh=fresh)[0])
+            decoding.append(replica.load.decoding(fresh=fresh)[0])
+        assert (table._pending, table._decoding) == (sum(pending), sum(decoding))
+        assert table._busy == sum(number > 0 for number in pending)
+    for name in list(table.by_name):
+        table.remove(name)
+    assert (table._pending, table._decoding, table._busy) == (0, 0, 0)
+
+
+def test_the_costs_of_the_latest_report_count() -> None:
+    table = ReplicaTable(RoutingOptions())
+    table.add("a")
+    for now, base_s in ((0.0, 0.02), (1.0, 0.06)):
+        table.report("a", replace(IDLE, step_costs=StepCosts(base_s)), now)
+        assert table.by_name["a"].step_s == base_s
