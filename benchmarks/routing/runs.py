@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from benchmarks.routing.baselines.registry import BASELINES
 from benchmarks.routing.cache import infinite_bound, pooled_bound
@@ -74,7 +75,10 @@ def summary(figures: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 def describe(run: Run) -> dict[str, Any]:
     """Return the description of a run, for the JSON."""
-    return {"parameters": {name: str(value) for name, value in run.parameters.items()}, **asdict(run.settings)}
+    settings = asdict(run.settings) | {
+        "steps": None if run.settings.steps is None else structs.asdict(run.settings.steps)
+    }
+    return {"parameters": {name: str(value) for name, value in run.parameters.items()}, **settings}
 
 
 @lru_cache(maxsize=4)
