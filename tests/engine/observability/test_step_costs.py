@@ -106,7 +106,9 @@ def test_the_coefficients_are_never_negative_or_infinite(steps: list[tuple[int, 
         assert all(0 <= value <= 1e6 for value in values), values
 
 
-def test_a_step_of_weeks_leaves_a_report_that_routers_accept() -> None:
+def test_steps_of_weeks_leave_a_report_that_routers_accept() -> None:
     speeds = StepSpeeds()
-    speeds.record(0, 1, 10, 1e9)
+    for seconds in (9e5, 3.6e6):
+        speeds.record(0, 1, 0, seconds)
+    assert speeds.costs.base_s == 1e6
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(speeds.costs), type=StepCosts) == speeds.costs
