@@ -69,7 +69,7 @@ def test_a_body_over_the_limit(client: httpx.Client) -> None:
 
 
 def test_unknown_paths_and_methods(client: httpx.Client) -> None:
-    for answer, status in ((client.post("/v1/embeddings", json={}), 404), (client.get("/v1/completions"), 405)):
+    for answer, status in ((client.post("/v1/moderations", json={}), 404), (client.get("/v1/completions"), 405)):
         assert answer.status_code == status
         assert answer.json()["error"]["message"]
 
