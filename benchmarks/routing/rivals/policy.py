@@ -138,7 +138,7 @@ class RivalPolicy:
         loads = []
         for replica in self.cluster.replicas.values():
             load = replica.load(now)
-            step_s = load.step_costs.seconds(0, load.num_decoding, load.num_decoding_tokens)
+            step_s = load.step_costs.seconds(0, load.num_decoding, load.num_decoding_tokens)  # 0 before the first one
             loads.append(
                 {
                     "running": load.num_running,
