@@ -329,8 +329,7 @@ class Engine:
         for sequence in updated:
             if sequence.is_finished and sequence.group.is_finished and sequence.request_id in self._groups:
                 self._remove(sequence.group)
-        predicted = output.drafts_by("prediction") if output.drafts else None
-        return step_outputs(updated, output.num_accepted, predicted)
+        return step_outputs(updated, output.num_accepted, output.drafts_by("prediction"))
 
     def reset_prefix_cache(self) -> None:
         """Drop every cached prefix, after the weights have changed for example. Running requests continue."""

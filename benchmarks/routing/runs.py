@@ -20,7 +20,7 @@ from benchmarks.routing.simulation import Change, Cluster, Policy, Result, simul
 from benchmarks.routing.traces import BLOCK_SIZE, Request, agents, bursts, documents, load_mooncake, no_sharing
 from deployments.routing.options import RoutingOptions
 
-__all__ = ["GENERATED", "OURS", "Run", "bounds", "describe", "run_all", "summary"]
+__all__ = ["GENERATED", "OURS", "Run", "bounds", "describe", "measure", "run_all", "summary"]
 
 OURS = "Pagoda"
 GENERATED = {"no sharing": no_sharing, "bursts": bursts, "agents": agents, "documents": documents}
@@ -104,10 +104,11 @@ def _figures(run: Run) -> dict[str, Any]:
     result = simulate(
         _requests(run), run.settings, lambda cluster: _policy(run, cluster), changes=run.changes, seed=run.seed
     )
-    return _measure(result)
+    return measure(result)
 
 
-def _measure(result: Result) -> dict[str, Any]:
+def measure(result: Result) -> dict[str, Any]:
+    """Return the figures of a finished run; times in seconds, but ``token_ms``."""
     waits = np.array([job.first_token_at - job.request.at for job in result.jobs])
     finished = [job for job in result.jobs if job.ended_at >= 0]  # the answers of a lost replica are cut off
     whole = np.array([job.ended_at - job.request.at for job in finished])

@@ -30,7 +30,7 @@ from deployments.routing.cost import Prices
 __all__ = ["ClusterLoad"]
 
 _MEMORY_S = 30.0  # of the means
-_MIN_SPARE = 0.1  # 1 - b at least: nearer to 0, chance decides it
+_MIN_IDLE = 0.1  # 1 - b at least: nearer to 0, chance decides it
 _FIRST_TOKENS = 65_536.0  # cached and computed, until many prompts have been sent: a reuse of 1
 _KEPT = 0.99  # of the sums of tokens, at each prompt
 _FIRST_LENGTH = 256.0  # tokens of an answer, until some have ended
@@ -77,8 +77,8 @@ class ClusterLoad:
             max_tokens: the most that it generates; None sets no limit.
             first_token_weight: how many seconds after a first token one second before it outweighs.
         """
-        spare = max(_MIN_SPARE, 1 - self._busy)
+        idle = max(_MIN_IDLE, 1 - self._busy)
         length = self.answer_tokens if max_tokens is None else min(self.answer_tokens, max_tokens)
         reuse = self._cached_tokens / self._computed_tokens
-        prefill = self._pending / spare + self._decoding / first_token_weight + min(1.0, reuse)
-        return Prices(prefill, (1 + reuse) * length / spare / first_token_weight)
+        prefill = self._pending / idle + self._decoding / first_token_weight + min(1.0, reuse)
+        return Prices(prefill, (1 + reuse) * length / idle / first_token_weight)

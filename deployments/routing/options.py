@@ -11,8 +11,8 @@ __all__ = ["RoutingOptions"]
 class RoutingOptions:
     """What the router assumes; all else of its cost is measured."""
 
-    # Seconds after a first token that one second before it outweighs. Usual objectives allow a whole answer about so
-    # many times as long as its first token.
+    # Seconds after a first token that one second before it outweighs: about the ratio of the usual objectives for a
+    # whole answer and for its first token.
     first_token_weight: float = 40.0
     assume_s: float = 30.0  # a dispatched prompt counts as cached for this long, until an event confirms it
     stale_after_s: float = 2.0  # a load report expires after this

@@ -162,7 +162,7 @@ class ReplicaTable:
         measured, mean = replica.load.step_costs, self._mean_costs
         if measured is None or mean is None:
             return mean
-        # Coefficients that a fit hardly tells apart may differ while the steps do not.
+        # Coefficients that a fit hardly separates may differ while the steps do not.
         step = 0, *replica.load.decoding(fresh=True)
         return mean if not step[1] or _are_similar(measured.seconds(*step), mean.seconds(*step)) else measured
 

@@ -52,7 +52,7 @@ class LoadMeter(EngineObserver):
         self._decoding: set[Sequence] = set()  # those that the last step gave a token, unless they have ended
 
     def load(self) -> EngineLoad:
-        """Return the numbers as they are now, in time proportional to the batch (a microsecond for 30 answers)."""
+        """Return the numbers as they are now, in time proportional to the batch."""
         return EngineLoad(
             num_running=len(self._scheduler.running),
             num_waiting=len(self._scheduler.waiting),

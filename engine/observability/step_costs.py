@@ -26,7 +26,7 @@ _MAX_SLOWDOWN = 4.0
 # Fewest prompt tokens of a step that the prefill rate is measured by. With fewer, the fixed cost of a step makes
 # prefill look slow.
 _MIN_PREFILL_TOKENS = 128
-_FIT_EVERY = 8  # steps; a fit takes ten microseconds
+_FIT_EVERY = 8  # steps; a fit takes 15 microseconds
 _SWEEPS = 4
 _NEGLIGIBLE = 1e-12
 
@@ -57,7 +57,7 @@ class StepSpeeds:
     """Measures the steps of one engine.
 
     The fit is non-negative and goes from the last coefficients to the best ones by coordinate descent, after a common
-    factor: coefficients that the latest steps do not tell apart keep their ratio.
+    factor: coefficients that the latest steps do not separate keep their ratio.
     """
 
     def __init__(self) -> None:
@@ -112,11 +112,11 @@ class StepSpeeds:
             for other, product in zip(fitted, row, strict=True)
         )
         if square > 0:
-            factor = sum(one * total for one, total in zip(fitted, sums, strict=True)) / square
-            fitted = [one * factor for one in fitted]
+            factor = sum(value * total for value, total in zip(fitted, sums, strict=True)) / square
+            fitted = [value * factor for value in fitted]
         for _ in range(_SWEEPS):
             for index, (row, total) in enumerate(zip(products, sums, strict=True)):
                 if row[index] > _NEGLIGIBLE:
-                    others = sum(one * product for one, product in zip(fitted, row, strict=True))
+                    others = sum(value * product for value, product in zip(fitted, row, strict=True))
                     fitted[index] = max(0.0, fitted[index] + (total - others) / row[index])
         return StepCosts(*(min(seconds, _MAX_S) for seconds in fitted))  # else routers would reject the report

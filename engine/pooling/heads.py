@@ -63,17 +63,17 @@ class EmbeddingHead(Head):
     Args:
         kinds: of the vectors that are joined.
         dense: float32 layers, each with its activation.
-        hidden_size: of the model.
+        dimensions: length of the result.
         normalize: whether a vector has the length 1, if the request does not say.
     """
 
     def __init__(
-        self, kinds: Sequence[str], dense: Sequence[tuple[nn.Module, Activation]], hidden_size: int, *, normalize: bool
+        self, kinds: Sequence[str], dense: Sequence[tuple[nn.Module, Activation]], dimensions: int, *, normalize: bool
     ) -> None:
         self._kinds = kinds
         self._dense = dense
         self._normalize = normalize
-        self.dimensions = len(kinds) * hidden_size
+        self.dimensions = dimensions
 
     def __call__(self, hidden: torch.Tensor, params: PoolingParams) -> torch.Tensor:
         hidden = hidden.float()

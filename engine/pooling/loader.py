@@ -130,15 +130,14 @@ def _require_finite(model: nn.Module, path: Path) -> None:
 
 def _head(model: Any, checkpoint: PooledCheckpoint, task: str, *, packs: bool) -> Head:
     if task == "embed":
-        dense = [_dense(module, model.device, packs=packs) for module in checkpoint.sentence.dense]
-        size = model.config.hidden_size
-        head = EmbeddingHead(checkpoint.pooling_types, [], size, normalize=checkpoint.normalize)
-        if dense:
-            if (first := checkpoint.sentence.dense[0].in_features) != head.dimensions:
-                raise ModelLoadError(f"a dense layer takes {first} numbers, and the pooling gives {head.dimensions}")
-            head = EmbeddingHead(checkpoint.pooling_types, dense, size, normalize=checkpoint.normalize)
-            head.dimensions = checkpoint.sentence.dense[-1].out_features
-        return head
+        layers = checkpoint.sentence.dense
+        dimensions = len(checkpoint.pooling_types) * model.config.hidden_size
+        if layers and layers[0].in_features != dimensions:
+            first = layers[0].in_features
+            raise ModelLoadError(f"a dense layer takes {first} numbers, and the pooling gives {dimensions}")
+        dense = [_dense(module, model.device, packs=packs) for module in layers]
+        dimensions = layers[-1].out_features if layers else dimensions
+        return EmbeddingHead(checkpoint.pooling_types, dense, dimensions, normalize=checkpoint.normalize)
     if checkpoint.architecture.is_classifier:
         return ClassifierHead(model, activation_of(checkpoint.config_json, model.config.num_labels))
     return YesNoHead(_packed(_yes_no_rows(model, checkpoint.path), packs=packs))

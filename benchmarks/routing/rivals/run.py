@@ -21,7 +21,7 @@ from benchmarks.routing.rivals.errors import InvalidReplyError
 from benchmarks.routing.rivals.install import python_of
 from benchmarks.routing.rivals.policy import RivalPolicy
 from benchmarks.routing.rivals.process import RivalProcess
-from benchmarks.routing.runs import _measure
+from benchmarks.routing.runs import measure
 from benchmarks.routing.simulation import Cluster, Result, simulate
 from benchmarks.routing.traces import Request, load_mooncake
 
@@ -111,7 +111,7 @@ def _run(name: str, configuration: Configuration, requests: Sequence[Request], f
         result, report = run_rival(process, requests, settings, configuration.options, seed)
     if name == CHECK:
         check_round_robin(result, requests, settings, seed)
-    figures = {key: round(value, 5) for key, value in _measure(result).items() if key not in NOT_OURS}
+    figures = {key: round(value, 5) for key, value in measure(result).items() if key not in NOT_OURS}
     row = {"rival": name, "version": report.pop("version"), **facts, "requests": len(requests), **figures}
     row |= {"wall_s": round(time.perf_counter() - begun, 1), "report": report}
     return row | {"options": configuration.options, "variables": configuration.variables}

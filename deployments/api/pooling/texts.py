@@ -156,7 +156,7 @@ class TextBuilder:
         if name not in prompts:
             known = ", ".join(prompts) or "it has none"
             remedy = f"choose one of its prompts ({known}), or leave it out"
-            raise RequestError("is no prompt of this model", param="prompt_name", value=name, remedy=remedy)
+            raise RequestError("is not a prompt of this model", param="prompt_name", value=name, remedy=remedy)
         return prompts[name]
 
 

@@ -11,7 +11,7 @@ __all__ = ["Acceptance"]
 
 _WEIGHT = 0.1  # of the last draft token
 _FIRST_RATE = 0.7  # before anything is known
-# A sequence that got no draft several times in a row is tried again at every so many tokens.
+# A sequence that got no draft several times in a row is tried again after this number of tokens.
 _MAX_MISSES, _RETRY_TOKENS = 4, 16
 
 

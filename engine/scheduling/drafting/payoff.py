@@ -19,7 +19,7 @@ from bisect import bisect_left
 
 __all__ = ["Payoff"]
 
-# Steps of up to so many tokens are measured together. Steps beyond the last one cost in proportion to their tokens.
+# Steps between two of these numbers of tokens are measured together. Beyond the last one the cost is in proportion.
 _SIZES: tuple[int, ...] = (*range(1, 17), 20, 24, 32, 40, 48, 64, 96, 128, 192, 256)
 _MOST_GROWTH = 2.0  # a pause of the machine counts as a step that took twice as long as usual
 # The weight of the last step in the mean, and that of the first one after many others.

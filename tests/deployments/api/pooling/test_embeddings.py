@@ -73,7 +73,8 @@ def test_prompts_are_put_before_texts(client: TestClient, embedder: Path) -> Non
     np.testing.assert_allclose(vectors_of(content), expected(embedder, prompted), atol=1e-5)
     answer = client.post("/v1/embeddings", json={"input": "a", "prompt_name": "passage"})
     assert (
-        "prompt_name='passage' is no prompt of this model; choose one of its prompts (query, document)" in answer.text
+        "prompt_name='passage' is not a prompt of this model; choose one of its prompts (query, document)"
+        in answer.text
     )
 
 
