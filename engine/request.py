@@ -18,7 +18,21 @@ from engine.kv.prefix_hash import root_hash
 from engine.pooling.params import PoolingParams
 from engine.sampling_params import SamplingParams
 
-__all__ = ["EngineRequest", "PromptValidator", "RequestValidator"]
+__all__ = ["EngineRequest", "KVSource", "PromptValidator", "RequestValidator"]
+
+
+class KVSource(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Another engine that holds the beginning of a prompt, chosen by the router.
+
+    Attributes:
+        endpoint: where it serves its pages, ``tcp://host:port``.
+        secret: without which it refuses to.
+        num_tokens: of the prompt, from its first, that it is expected to hold.
+    """
+
+    endpoint: str
+    secret: str
+    num_tokens: int
 
 
 class EngineRequest(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -36,6 +50,7 @@ class EngineRequest(Struct, frozen=True, array_like=True, forbid_unknown_fields=
             ``min_tokens`` and ``max_tokens`` count them too.
         prediction_token_ids: what the client expects as the answer. It makes drafts, and changes no answer.
         pooling: what is wanted of the prompt's hidden states, from an engine that generates nothing; None: an answer.
+        kv_source: from which the engine may read the KV of the prompt's beginning; None: it computes what it lacks.
     """
 
     request_id: str
@@ -47,6 +62,7 @@ class EngineRequest(Struct, frozen=True, array_like=True, forbid_unknown_fields=
     output_token_ids: list[int] = []
     prediction_token_ids: list[int] = []
     pooling: PoolingParams | None = None
+    kv_source: KVSource | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -18,7 +18,9 @@ from dataclasses import dataclass
 __all__ = [
     "AllBlocksCleared",
     "BlockRemoved",
+    "BlockSaved",
     "BlockStored",
+    "BlockUnsaved",
     "EventLog",
     "KVEvent",
     "KVEventBatch",
@@ -43,7 +45,21 @@ class BlockRemoved:
 
 @dataclass(frozen=True, slots=True)
 class AllBlocksCleared:
-    """The prefix cache was reset; no state is left either."""
+    """The prefix cache was reset; no state is left either, and nothing is saved."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSaved:
+    """The disk holds a block, whether memory does or not: a request can have it read."""
+
+    block_hash: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockUnsaved:
+    """The disk no longer holds a block."""
+
+    block_hash: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +76,7 @@ class StateRemoved:
     block_hash: int
 
 
-KVEvent = BlockStored | BlockRemoved | AllBlocksCleared | StateStored | StateRemoved
+KVEvent = BlockStored | BlockRemoved | AllBlocksCleared | StateStored | StateRemoved | BlockSaved | BlockUnsaved
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from typing import Protocol
 
 from deployments.observability.ingress_metrics import KV_INDEX_GAPS
 from deployments.transport.kv_events.messages import (
+    CLEARED,
     REMOVED,
     STATE_REMOVED,
     STATE_STORED,
@@ -165,7 +166,7 @@ class ReplicaFeed:
                 self._listener.states_stored(self._replica, hashes)
             elif kind == STATE_REMOVED:
                 self._listener.states_removed(self._replica, hashes)
-            else:
+            elif kind == CLEARED:
                 self._listener.cleared(self._replica)
 
     def _is_first_batch(self, message: EventsMessage) -> bool:

@@ -12,7 +12,8 @@ A ZeroMQ message has two frames: the topic (topics.py) and a msgpack array with 
     number      consecutive number of the batch of events; in the other messages, of the last batch sent before them.
                 A subscriber that finds a number missing has a gap: it ignores events until it gets a snapshot (feed.py)
     sent_at     Unix seconds of the sender
-    kind        0 stored, 1 removed, 2 cleared; of a model with recurrent layers also 3 state stored, 4 state removed
+    kind        0 stored, 1 removed, 2 cleared; of a model with recurrent layers also 3 state stored, 4 state removed;
+                with a disk cache 5 saved, 6 unsaved
     hashes      bytes, 64-bit little-endian words
     states      hashes of the blocks after which a hit may resume; absent if the model has no states
     load        an EngineLoad
@@ -32,7 +33,9 @@ from deployments.transport.hashes import pack_hashes, unpack_hashes
 from engine.kv.events import (
     AllBlocksCleared,
     BlockRemoved,
+    BlockSaved,
     BlockStored,
+    BlockUnsaved,
     KVEvent,
     KVEventBatch,
     StateRemoved,
@@ -45,9 +48,11 @@ __all__ = [
     "MAX_EVENT_GROUPS",
     "MAX_SNAPSHOT_BYTES",
     "REMOVED",
+    "SAVED",
     "STATE_REMOVED",
     "STATE_STORED",
     "STORED",
+    "UNSAVED",
     "AwaitedMessage",
     "EventsMessage",
     "LoadMessage",
@@ -63,14 +68,18 @@ REMOVED: Final = 1
 CLEARED: Final = 2
 STATE_STORED: Final = 3
 STATE_REMOVED: Final = 4
+SAVED: Final = 5
+UNSAVED: Final = 6
 
-_Kind: TypeAlias = Literal[0, 1, 2, 3, 4]  # STORED, REMOVED, CLEARED, STATE_STORED or STATE_REMOVED
+_Kind: TypeAlias = Literal[0, 1, 2, 3, 4, 5, 6]  # one of the constants above
 _KINDS: Final[dict[type[KVEvent], _Kind]] = {
     BlockStored: STORED,
     BlockRemoved: REMOVED,
     AllBlocksCleared: CLEARED,
     StateStored: STATE_STORED,
     StateRemoved: STATE_REMOVED,
+    BlockSaved: SAVED,
+    BlockUnsaved: UNSAVED,
 }
 _Count: TypeAlias = Annotated[int, Meta(ge=0)]  # at most 64 bits in msgpack
 _Number: TypeAlias = Annotated[int, Meta(ge=-1)]  # -1: no batch yet

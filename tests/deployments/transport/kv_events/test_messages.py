@@ -126,7 +126,7 @@ def test_numbers_are_finite_and_not_negative(value: float) -> None:
         [1, 1, 1.0, [[STORED, b"1234567"]]],  # no whole hash
         [1, 1, 1.0, [[STORED, b""]]],
         [1, 1, 1.0, [[CLEARED, b"12345678"]]],
-        [1, 1, 1.0, [[5, b"12345678"]]],
+        [1, 1, 1.0, [[7, b"12345678"]]],
         [1, 1, 1.0, [[STATE_STORED, b""]]],
         [1, 1, 1.0, [[STATE_REMOVED, b"1234567"]]],
         [1, 1, 1.0, [[STORED, "12345678"]]],
