@@ -2,12 +2,15 @@
 
     python -m benchmarks.quantised_loading --rounds 5 --out result.json
     python -m benchmarks.quantised_loading --codes --rounds 5 --out result.json  # weights that stay codes
+    python -m benchmarks.quantised_loading --codes --cold --rounds 5 --out result.json  # that are read from the disk
 
 A checkpoint of random codes is written for each format, of `--matrices` of 4096 x 4096 weights. Its files are in the
 page cache. *plain* reads their bytes and fills new memory for the weights in bfloat16, on as many threads as loading
 has; *load* reads, dequantises and checks the weights, as an engine does. They alternate, and *x plain* is the median of
-the ratios. With `--codes`, *load* reads and packs the codes, and *plain* fills as much memory as they take. CPU
-seconds are those of all threads: where other work takes the processor, they are what can be compared.
+the ratios. With `--codes`, *load* reads and packs the codes, and *plain* fills as much memory as they take. With
+`--cold`, the files are dropped from the page cache before each run, and *plain* only reads them. *peak_mb* is
+the memory that *load* takes, in a run that is not timed, the loaded weights included. CPU seconds are those
+of all threads: where other work takes the processor, they are what can be compared.
 """
 
 from __future__ import annotations
@@ -18,9 +21,11 @@ import os
 import resource
 import statistics
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -29,7 +34,7 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from safetensors.torch import save_file
 
-from benchmarks.loading import CPU, Run, plain_read
+from benchmarks.loading import CPU, Run, drop_from_page_cache, plain_read
 from benchmarks.machine import describe, release_memory
 from benchmarks.result_file import write_result
 from engine.models.checkpoint.checkpoint import open_checkpoint
@@ -209,9 +214,34 @@ def load_codes(file: Path) -> None:
             packed[-1].set_weight(CodedWeight((matrix,)))
 
 
-def timed(run: Callable[[], object]) -> Run:
-    """Return the seconds of ``run``."""
+def peak_mb(run: Callable[[], object]) -> float:
+    """Return the most memory of its own that this process takes more while ``run`` runs, MB."""
     release_memory(CPU)
+    before, highest, is_done = anonymous_bytes(), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal highest
+        while not is_done.wait(0.001):
+            highest = max(highest, anonymous_bytes())
+
+    with ThreadPoolExecutor(1) as pool:
+        watching = pool.submit(watch)
+        run()
+        is_done.set()
+        watching.result()
+    return round((highest - before) / 1e6, 1)
+
+
+def anonymous_bytes() -> int:
+    """Return the memory of this process that is of no file."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon")) * 1024
+
+
+def timed(run: Callable[[], object], dropped: list[Path]) -> Run:
+    """Return the seconds of ``run``, after these files were dropped from the page cache."""
+    release_memory(CPU)
+    drop_from_page_cache(dropped)
     before, started = resource.getrusage(resource.RUSAGE_SELF), perf_counter()
     run()
     seconds, after = perf_counter() - started, resource.getrusage(resource.RUSAGE_SELF)
@@ -219,23 +249,31 @@ def timed(run: Callable[[], object]) -> Run:
     return Run(round(seconds, 6), round(used, 6))
 
 
-def results(names: list[str], num_matrices: int, rounds: int, *, is_coded: bool) -> Iterator[dict[str, Any]]:
+def results(
+    names: list[str], num_matrices: int, rounds: int, *, is_coded: bool, is_cold: bool
+) -> Iterator[dict[str, Any]]:
     """Yield what was measured for each format."""
     load_weights = load_codes if is_coded else load
+
+    def read(file: Path) -> None:
+        if is_cold:
+            plain_read([file], 4, 4 * MIB)
+        else:
+            plain(file, num_matrices, is_coded=is_coded)
+
     for name in names:
         with tempfile.TemporaryDirectory(prefix="pg-quantised-") as temporary:
             file = write_checkpoint(Path(temporary), name, num_matrices)
             load_weights(file)  # compiles the kernels
+            dropped = [file] if is_cold else []
             runs = [
-                (
-                    timed(lambda: plain(file, num_matrices, is_coded=is_coded)),  # noqa: B023
-                    timed(lambda: load_weights(file)),  # noqa: B023
-                )
+                (timed(partial(read, file), dropped), timed(partial(load_weights, file), dropped))
                 for _ in range(rounds)
             ]
             yield {
                 "format": name,
                 "gb": round(file.stat().st_size / 1e9, 3),
+                "peak_mb": peak_mb(partial(load_weights, file)),
                 "plain_s": statistics.median(base.seconds for base, _ in runs),
                 "load_s": statistics.median(own.seconds for _, own in runs),
                 "over_plain": round(statistics.median(own.seconds / base.seconds for base, own in runs), 3),
@@ -251,21 +289,23 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Loading of quantised weights beside plain reading and writing.")
     parser.add_argument("--matrices", type=int, default=17, help="of 4096 x 4096 weights")
     parser.add_argument("--codes", action="store_true", help="keep the weights as codes")
+    parser.add_argument("--cold", action="store_true", help="read the files from the disk")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--formats", nargs="+", choices=[*FORMATS, *GGUF], default=[*FORMATS, *GGUF])
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     load_average, measured = os.getloadavg()[0], []
-    columns = ("gb", "plain_s", "load_s", "over_plain", "plain_cpu_s", "load_cpu_s", "cpu_over_plain")
+    columns = ("gb", "peak_mb", "plain_s", "load_s", "over_plain", "plain_cpu_s", "load_cpu_s", "cpu_over_plain")
     print(f"{'format':12}" + "".join(f"{column:>15}" for column in columns))
     formats = [name for name in options.formats if not (options.codes and name in _NOT_CODED)]
-    for result in results(formats, options.matrices, options.rounds, is_coded=options.codes):
+    for result in results(formats, options.matrices, options.rounds, is_coded=options.codes, is_cold=options.cold):
         measured.append(result)
         print(f"{result['format']:12}" + "".join(f"{result[column]:15.3f}" for column in columns), flush=True)
     if options.out:
         document = {"machine": describe(CPU), "load_average_before": round(load_average, 2)}
         document |= {
             "computed": "codes" if options.codes else "dequantised",
+            "files": "on the disk" if options.cold else "in the page cache",
             "weights": options.matrices * SIZE * SIZE,
             "threads": NUM_THREADS,
             "results": measured,

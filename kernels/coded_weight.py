@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import groupby
 from typing import Literal
 
 import torch
@@ -28,7 +27,6 @@ __all__ = [
     "Section",
     "Weight",
     "Zero",
-    "coded_weight",
     "decode",
     "halves",
 ]
@@ -210,16 +208,6 @@ Weight = torch.Tensor | CodedWeight
 def halves(weight: Weight) -> Sequence[Weight]:
     """Return the upper and the lower outputs of a weight, which has one format."""
     return list(weight.chunk(2))
-
-
-def coded_weight(matrices: Sequence[CodedMatrix]) -> CodedWeight:
-    """Return matrices, one below the other, as one weight."""
-    sections: list[CodedMatrix] = []
-    for _, group in groupby(matrices, key=lambda matrix: matrix.format):
-        same = list(group)
-        parts = {name: torch.cat([matrix.parts[name] for matrix in same]) for name in same[0].parts}
-        sections.append(same[0] if len(same) == 1 else same[0].with_parts(parts))
-    return CodedWeight(tuple(sections))
 
 
 def decode(matrix: CodedMatrix) -> torch.Tensor:

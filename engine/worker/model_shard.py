@@ -32,6 +32,7 @@ from engine.worker.device import resolve_device
 from engine.worker.step_plan import ModelInput
 from kernels.attention.base import AttentionBackend, StepLimits
 from kernels.attention.select import select_backend
+from kernels.cpu.memory import return_freed_memory
 from kernels.linear.registry import quantization_devices
 
 __all__ = ["MAX_PREALLOCATED_TOKENS", "PROMPT_LOGITS_AT_ONCE", "ModelShard"]
@@ -145,6 +146,7 @@ class ModelShard:
             ModelLoadError: if the checkpoint cannot be served.
         """
         self.model = self._load_model(parallel)
+        return_freed_memory()  # the threads that read weights have left some of theirs, each in an arena of its own
 
     def _load_model(self, parallel: TensorParallel) -> Decoder | CpuDecoder | TransformersDecoder:
         show_progress = self.config.use_tqdm_on_load and self.rank == 0

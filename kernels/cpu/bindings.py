@@ -266,6 +266,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pagoda_top_k": (None, (*(_POINTER,) * 3, *(_INT64,) * 4)),
     "pagoda_truncated_draw": (None, (*(_POINTER,) * 5, ctypes.POINTER(CLimits), *(_INT64,) * 3)),
     "pagoda_turn_awq": (None, (_POINTER, _POINTER, _INT64, _INT64, _INT64)),
+    "pagoda_unpack_fields": (None, (_POINTER, _POINTER, *(_INT64,) * 4, _INT32, _INT32)),
     "pagoda_turn_halves": (None, (_POINTER, _INT64, _POINTER, _INT64, _INT64)),
     "pagoda_turn_words": (None, (_POINTER, _INT64, _POINTER, _INT64, _INT64, _INT64)),
 }

@@ -7,7 +7,7 @@ import torch
 from kernels.cpu.bindings import CGroupedCodes, address
 from kernels.cpu.library import library
 
-__all__ = ["can_write", "decode_gguf", "decode_groups", "decode_turned", "transpose", "turn_words"]
+__all__ = ["can_write", "decode_gguf", "decode_groups", "decode_turned", "transpose", "turn_words", "unpack_fields"]
 
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -176,3 +176,27 @@ def turn_words(words: torch.Tensor, columns: slice, *, is_awq: bool = False) -> 
         turned = torch.empty(own.shape[1], num_rows, dtype=torch.int32)
         loaded.pagoda_turn_words(turned.data_ptr(), num_rows, own.data_ptr(), num_rows, own.shape[1], all_columns)
     return turned
+
+
+def unpack_fields(octets: torch.Tensor, bits: int, width: int, *, is_high_first: bool = False) -> torch.Tensor | None:
+    """Return the fields of bytes, one a byte, uint8 [num_rows, num_bytes * 8 / bits].
+
+    Of each ``width`` neighbouring bytes the lowest bits of all come first, then the next ones.
+
+    Args:
+        octets: uint8 [num_rows, num_bytes]; bytes of a row are neighbours.
+        bits: of a field: 1, 2 or 4.
+        width: divides the bytes of a row.
+        is_high_first: the highest bits come first.
+
+    Returns:
+        None if the kernel does not do it; see ``decode_groups``.
+    """
+    if octets.device.type != "cpu" or octets.stride(1) != 1 or (loaded := library()) is None:
+        return None
+    num_rows, num_octets = octets.shape
+    assert num_octets % width == 0
+    unpacked = torch.empty(num_rows, num_octets * 8 // bits, dtype=torch.uint8)
+    addresses = unpacked.data_ptr(), octets.data_ptr()
+    loaded.pagoda_unpack_fields(*addresses, num_rows, num_octets, octets.stride(0), width, bits, is_high_first)
+    return unpacked

@@ -10,7 +10,7 @@ import torch
 from kernels.cpu.grouped_codes import decode_groups
 from kernels.dequant.fp4 import unpack_pairs
 
-__all__ = ["ByteLevels", "byte_levels", "dequantise_4bit", "dequantise_int8", "dequantise_nested", "unpack_high_first"]
+__all__ = ["ByteLevels", "byte_levels", "dequantise_4bit", "dequantise_int8", "dequantise_nested"]
 
 _OVER_127 = 7.874015718698502e-3
 _SMALLEST_TOP, _TOP, _TOPS = 64, 127, 6301  # the levels that the largest number may have, and how many are tried
@@ -47,11 +47,6 @@ def byte_levels(table: tuple[float, ...]) -> ByteLevels | None:
     errors = (levels / tops - numbers / largest).square().sum(1)
     best = int(errors.argmin())
     return ByteLevels(largest / float(tops[best]), tuple(int(level) + ByteLevels.ZERO for level in levels[best]))
-
-
-def unpack_high_first(octets: torch.Tensor) -> torch.Tensor:
-    """Return the codes of 4 bits that bytes [num_rows, num_bytes] hold, the first in the high half, one a byte."""
-    return torch.stack((octets >> 4, octets & 15), dim=2).view(len(octets), -1)
 
 
 def dequantise_4bit(

@@ -14,7 +14,7 @@ import torch
 
 from kernels.coded_weight import CodedMatrix, CodeFormat, decode
 from kernels.cpu.grouped_codes import decode_gguf
-from kernels.dequant.gguf_bits import fields, half_floats
+from kernels.dequant.bit_fields import fields, half_floats
 from kernels.dequant.gguf_k import Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, q2_k, q3_k, q4_k, q5_k, q6_k
 from kernels.dequant.gguf_types import GGUF_TYPES, GgufType
 
@@ -70,12 +70,12 @@ _MXFP4 = CodeFormat(bits=4, outer_type="bfloat16", zero=12.0, levels=tuple(level
 
 def q4_0(blocks: torch.Tensor) -> CodedMatrix:
     """Read scale f16 | 16 bytes of nibbles: (code - 8) * scale."""
-    return CodedMatrix(format=_Q4_0, codes=fields(blocks[:, 2:], 4).flatten(1), outer_scales=half_floats(blocks, 0))
+    return CodedMatrix(format=_Q4_0, codes=fields(blocks[:, 2:], 4, 16), outer_scales=half_floats(blocks, 0))
 
 
 def q4_1(blocks: torch.Tensor) -> CodedMatrix:
     """Read scale f16 | minimum f16 | 16 bytes of nibbles: code * scale + minimum."""
-    codes, minima = fields(blocks[:, 4:], 4).flatten(1), -half_floats(blocks, 2)
+    codes, minima = fields(blocks[:, 4:], 4, 16), -half_floats(blocks, 2)
     return CodedMatrix(format=_Q4_1, codes=codes, outer_scales=half_floats(blocks, 0), outer_minima=minima)
 
 
@@ -98,21 +98,20 @@ def q8_0(blocks: torch.Tensor) -> CodedMatrix:
 
 def iq4_nl(blocks: torch.Tensor) -> CodedMatrix:
     """Read scale f16 | 16 bytes of nibbles, which are indices into a table of 16 levels."""
-    return CodedMatrix(format=_IQ4_NL, codes=fields(blocks[:, 2:], 4).flatten(1), outer_scales=half_floats(blocks, 0))
+    return CodedMatrix(format=_IQ4_NL, codes=fields(blocks[:, 2:], 4, 16), outer_scales=half_floats(blocks, 0))
 
 
 def mxfp4(blocks: torch.Tensor) -> CodedMatrix:
     """Read a scale of 8 exponent bits (E8M0) | 16 bytes of nibbles, which are E2M1: code * 2 ** (scale - 127)."""
     exponents = blocks[:, :1].int()  # half the scale, as the table has twice the codes' values
     bits = torch.where(exponents < 2, (exponents + 1) << 21, (exponents - 1) << 23)  # the two smallest are subnormal
-    codes = fields(blocks[:, 1:], 4).flatten(1)
+    codes = fields(blocks[:, 1:], 4, 16)
     return CodedMatrix(format=_MXFP4, codes=codes, outer_scales=bits.view(torch.float32).bfloat16())
 
 
 def _five_bits(high: torch.Tensor, nibbles: torch.Tensor) -> torch.Tensor:
     """Return codes of five bits, uint8 [num_blocks, 32]; bit i of the 4 bytes ``high`` belongs to element i."""
-    fifth = fields(high.unsqueeze(2), 1).flatten(1)
-    return fields(nibbles, 4).flatten(1) | (fifth << 4)
+    return fields(nibbles, 4, 16).bitwise_or_(fields(high, 1, 1).mul_(16))
 
 
 # --- 256 elements a block: see also gguf_k.py -----------------------------------------------------------------------
@@ -123,12 +122,11 @@ def iq4_xs(blocks: torch.Tensor) -> CodedMatrix:
 
     Elements are indices into IQ4_NL's table, and 32 share a sub-scale, of six bits and offset 32.
     """
-    num_blocks = len(blocks)
-    high = fields(blocks[:, 2:4].unsqueeze(2), 2).reshape(num_blocks, 8)
-    low = fields(blocks[:, 4:8].unsqueeze(2), 4).reshape(num_blocks, 8)
+    high = fields(blocks[:, 2:4], 2, 1)
+    low = fields(blocks[:, 4:8], 4, 1)
     return CodedMatrix(
         format=_IQ4_XS,
-        codes=fields(blocks[:, 8:].reshape(num_blocks, 8, 16), 4).reshape(num_blocks, 256),
+        codes=fields(blocks[:, 8:], 4, 16),
         outer_scales=half_floats(blocks, 0),
         inner_scales=(low | (high << 4)).view(torch.int8) - 32,
     )

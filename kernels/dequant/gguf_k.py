@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from kernels.coded_weight import CodedMatrix, CodeFormat
-from kernels.dequant.gguf_bits import fields, half_floats
+from kernels.dequant.bit_fields import fields, half_floats
 
 __all__ = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k"]
 
@@ -23,7 +23,7 @@ def q2_k(blocks: torch.Tensor) -> CodedMatrix:
     """Read 16 scales and minima, a nibble each | 64 bytes of 2-bit codes | scale f16 | scale of minima f16."""
     return CodedMatrix(
         format=Q2_K,
-        codes=fields(blocks[:, 16:80].reshape(-1, 2, 32), 2).reshape(-1, 256),
+        codes=fields(blocks[:, 16:80], 2, 32),
         outer_scales=half_floats(blocks, 80),
         outer_minima=half_floats(blocks, 82),
         inner_scales=(blocks[:, :16] & 15).view(torch.int8),
@@ -36,12 +36,12 @@ def q3_k(blocks: torch.Tensor) -> CodedMatrix:
 
     A third bit that is set adds four; codes have the offset 4, and the sub-blocks' scales 32.
     """
-    low = fields(blocks[:, 96:104], 4).reshape(-1, 16)
-    high = fields(blocks[:, 104:108], 2).reshape(-1, 16)
-    third = fields(blocks[:, :32], 1).reshape(-1, 256)
+    low = fields(blocks[:, 96:104], 4, 8)
+    high = fields(blocks[:, 104:108], 2, 4)
+    third = fields(blocks[:, :32], 1, 32)
     return CodedMatrix(
         format=Q3_K,
-        codes=fields(blocks[:, 32:96].reshape(-1, 2, 32), 2).reshape(-1, 256) | (third << 2),
+        codes=fields(blocks[:, 32:96], 2, 32).bitwise_or_(third.mul_(4)),
         outer_scales=half_floats(blocks, 108),
         inner_scales=(low | (high << 4)).view(torch.int8) - 32,
     )
@@ -52,7 +52,7 @@ def q4_k(blocks: torch.Tensor) -> CodedMatrix:
     scales, minima = _scales_and_minima(blocks)
     return CodedMatrix(
         format=Q4_K,
-        codes=fields(blocks[:, 16:].reshape(-1, 4, 32), 4).reshape(-1, 256),
+        codes=fields(blocks[:, 16:], 4, 32),
         outer_scales=half_floats(blocks, 0),
         outer_minima=half_floats(blocks, 2),
         inner_scales=scales,
@@ -63,10 +63,10 @@ def q4_k(blocks: torch.Tensor) -> CodedMatrix:
 def q5_k(blocks: torch.Tensor) -> CodedMatrix:
     """Read scale f16 | scale of minima f16 | 8 scales and minima, 12 bytes | fifth bits, 32 bytes | nibbles."""
     scales, minima = _scales_and_minima(blocks)
-    fifth = fields(blocks[:, 16:48], 1).reshape(-1, 256)
+    fifth = fields(blocks[:, 16:48], 1, 32)
     return CodedMatrix(
         format=Q5_K,
-        codes=fields(blocks[:, 48:].reshape(-1, 4, 32), 4).reshape(-1, 256) | (fifth << 4),
+        codes=fields(blocks[:, 48:], 4, 32).bitwise_or_(fifth.mul_(16)),
         outer_scales=half_floats(blocks, 0),
         outer_minima=half_floats(blocks, 2),
         inner_scales=scales,
@@ -76,11 +76,11 @@ def q5_k(blocks: torch.Tensor) -> CodedMatrix:
 
 def q6_k(blocks: torch.Tensor) -> CodedMatrix:
     """Read 128 bytes of nibbles | 64 bytes of two high bits | 16 signed scales | scale f16; codes - 32."""
-    low = fields(blocks[:, :128].reshape(-1, 2, 64), 4).reshape(-1, 256)
-    high = fields(blocks[:, 128:192].reshape(-1, 2, 32), 2).reshape(-1, 256)
+    low = fields(blocks[:, :128], 4, 64)
+    high = fields(blocks[:, 128:192], 2, 32)
     return CodedMatrix(
         format=Q6_K,
-        codes=low | (high << 4),
+        codes=low.bitwise_or_(high.mul_(16)),
         outer_scales=half_floats(blocks, 208),
         inner_scales=blocks[:, 192:208].contiguous().view(torch.int8),
     )

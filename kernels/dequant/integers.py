@@ -8,10 +8,12 @@ from functools import cache
 import torch
 
 from kernels.cpu.grouped_codes import decode_groups, turn_words
+from kernels.dequant.bit_fields import fields
 from kernels.dequant.fp4 import unpack_pairs
 from kernels.dequant.scales import scale_blocks
 
 __all__ = [
+    "awq_codes",
     "dequantise_affine",
     "dequantise_affine_packed",
     "dequantise_awq",
@@ -47,8 +49,7 @@ def unpack_bits(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     if octets.shape[1] % size:
         octets = torch.nn.functional.pad(octets, (0, size - octets.shape[1] % size))
     if size == 1:
-        parts = [octets >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)]
-        return torch.stack(parts, dim=2).view(num_rows, -1)[:, :count]
+        return fields(octets, bits, 1)[:, :count]
     wide = octets.view(num_rows, -1, size).to(torch.int64)
     joined = sum(wide[..., index] << 8 * index for index in range(size))
     assert isinstance(joined, torch.Tensor)
@@ -207,6 +208,12 @@ def unpack_awq(words: torch.Tensor) -> torch.Tensor:
     for nibble, column in enumerate(_AWQ_ORDER):
         columns[:, column].copy_((transposed >> 4 * nibble).bitwise_and_(15))
     return columns.view(-1, len(words))
+
+
+def awq_codes(words: torch.Tensor, columns: slice) -> torch.Tensor:
+    """Return what ``unpack_awq`` does of some columns of words, uint8; ``words`` is contiguous."""
+    turned = turn_words(words, columns, is_awq=True)
+    return unpack_awq(words[:, columns]).byte() if turned is None else unpack_bits(turned, 4, len(words))
 
 
 def dequantise_affine_packed(

@@ -21,6 +21,7 @@ from engine.models.checkpoint.checkpoint import Checkpoint
 from engine.models.checkpoint.expert_weights import unstack
 from engine.models.checkpoint.files.read_ahead import read_ahead
 from engine.models.checkpoint.finite import is_finite
+from engine.models.checkpoint.formats.coded_reading import joined
 from engine.models.checkpoint.own_memory import own_memory
 from engine.models.checkpoint.progress import with_progress
 from engine.models.checkpoint.sharding import Shard
@@ -37,7 +38,7 @@ from engine.models.checkpoint.unneeded_bias import unneeded_biases
 from engine.models.checkpoint.weight_errors import weights_not_finite
 from engine.models.config.model_config import ModelConfig
 from engine.models.tensor_parallel import TensorParallel
-from kernels.coded_weight import CodedMatrix, Weight, coded_weight
+from kernels.coded_weight import CodedMatrix, Weight
 
 __all__ = ["read_weights", "with_stored_head"]
 
@@ -199,7 +200,7 @@ def _read_each(
             checkpoint.reached(part.name)
         if parameter.is_coded:
             has_factors = have_factors(parameter.parts)
-            return coded_weight([_read_coded(checkpoint, part, has_factors=has_factors) for part in parameter.parts])
+            return joined([_read_coded(checkpoint, part, has_factors=has_factors) for part in parameter.parts])
         is_mapped = may_be_mapped(parameter.name) and ".experts." not in parameter.name  # those are put into one tensor
         weight, is_known_finite = _assemble(checkpoint, parameter, device, may_be_mapped=is_mapped)
         if not is_known_finite and not is_finite(weight):

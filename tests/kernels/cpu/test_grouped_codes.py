@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kernels.cpu import grouped_codes
-from kernels.dequant import bitsandbytes, fp4, gguf, integers
+from kernels.dequant import bit_fields, bitsandbytes, fp4, gguf, integers
 from kernels.dequant.fp8 import dequantise_fp8
 from kernels.dequant.gguf_types import GGUF_TYPES, GgufType
 from kernels.dequant.scales import e8m0_numbers
@@ -264,3 +264,19 @@ def test_subnormal_numbers_stay_in_bfloat16() -> None:
     codes = torch.ones(1, 16, dtype=torch.uint8)
     assert grouped_codes.decode_groups(out, codes, torch.full((256,), 2.0**-130), torch.ones(1, 1), 16)
     assert out.float().eq(2.0**-130).all()
+
+
+@pytest.mark.parametrize("is_high_first", [False, True])
+@pytest.mark.parametrize("bits", [1, 2, 4])
+@pytest.mark.parametrize(("width", "num_octets"), [(1, 1), (1, 37), (3, 9), (16, 16), (16, 64), (32, 96), (64, 128)])
+def test_fields_of_bytes_are_unpacked(
+    width: int, num_octets: int, bits: int, is_high_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = octets(7, num_octets + 5)[:, 2 : 2 + num_octets]  # rows have other bytes between them
+    unpacked = grouped_codes.unpack_fields(stored, bits, width, is_high_first=is_high_first)
+    assert unpacked is not None
+    groups = stored.reshape(7, -1, width)
+    fields = [groups >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)]
+    assert torch.equal(unpacked, torch.stack(fields[::-1] if is_high_first else fields, dim=2).view(7, -1))
+    monkeypatch.setattr(bit_fields, "unpack_fields", lambda *args, **options: None)
+    assert torch.equal(unpacked, bit_fields.fields(stored, bits, width, is_high_first=is_high_first))

@@ -9,7 +9,8 @@ from kernels.coded_weight import CodedMatrix, CodedWeight, Section, decode
 from kernels.cpu.coded_linear import CodedLinear
 from kernels.cpu.library import library
 from kernels.cpu.linear import linear
-from kernels.dequant.bitsandbytes import byte_levels, unpack_high_first
+from kernels.dequant.bit_fields import fields
+from kernels.dequant.bitsandbytes import byte_levels
 from kernels.dequant.coded_groups import coded_groups, format_of_groups
 from tests.engine.models.checkpoint.formats.test_bitsandbytes import four_bits
 
@@ -24,7 +25,7 @@ def coded(kind: str, weight: torch.Tensor) -> tuple[CodedMatrix, torch.Tensor, t
     form = format_of_groups(4, 64, weight.shape[1], torch.float32, zero=128.0, levels=levels.levels)
     assert form is not None
     assert encoded.code_error is not None
-    codes = unpack_high_first(encoded.tensors["weight"].view(num_rows, -1))
+    codes = fields(encoded.tensors["weight"].view(num_rows, -1), 4, 1, is_high_first=True)
     scales = encoded.tensors["weight.absmax"].view(num_rows, -1) * levels.scale
     return coded_groups(form, codes, scales), encoded.values, encoded.code_error
 
@@ -47,4 +48,4 @@ def test_a_product_is_wrong_by_roundings_of_activations_and_levels(kind: str, nu
 
 
 def test_codes_are_unpacked_with_the_first_in_the_high_half() -> None:
-    assert unpack_high_first(torch.tensor([[0x12, 0xF0]], dtype=torch.uint8)).tolist() == [[1, 2, 15, 0]]
+    assert fields(torch.tensor([[0x12, 0xF0]], dtype=torch.uint8), 4, 1, is_high_first=True).tolist() == [[1, 2, 15, 0]]

@@ -26,12 +26,12 @@ import torch
 from engine.models.checkpoint.formats.module_tensors import ModuleTensors
 from engine.models.checkpoint.packed_weight import PackedWeight
 from kernels.coded_weight import CodedMatrix, CodeFormat
+from kernels.dequant.bit_fields import fields
 from kernels.dequant.bitsandbytes import (
     byte_levels,
     dequantise_4bit,
     dequantise_int8,
     dequantise_nested,
-    unpack_high_first,
 )
 from kernels.dequant.coded_groups import coded_groups, format_of_groups
 
@@ -89,7 +89,7 @@ class Bitsandbytes4Weight(PackedWeight):
         first, last = rows.start * columns, rows.stop * columns
         groups = torch.arange(first, last, self._group) // self.block_size - first // self.block_size
         scales = self._scales(parts, first, last)[groups].view(len(rows), -1)
-        codes = unpack_high_first(self._octets(parts, rows).view(len(rows), -1))
+        codes = fields(self._octets(parts, rows).view(len(rows), -1), 4, 1, is_high_first=True)
         return coded_groups(form, codes, scales * levels.scale)
 
     def dequantise(

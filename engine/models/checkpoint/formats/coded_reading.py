@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
+
+import torch
 
 from engine.errors import ModelLoadError
 from engine.models.checkpoint.composed_weight import ComposedWeight, Entry
 from engine.models.checkpoint.files.tensor_files import TensorFiles
+from engine.models.checkpoint.own_memory import own_memory
 from engine.models.checkpoint.packed_weight import MatrixParts, PackedWeight, Scratch, row_blocks
 from engine.models.checkpoint.sharding import Shard
-from kernels.coded_weight import BLOCK_INPUTS, CodedMatrix, CodeFormat
+from kernels.coded_weight import BLOCK_INPUTS, CodedMatrix, CodedWeight, CodeFormat
 
-__all__ = ["code_format_of", "read_coded", "why_not_coded"]
+__all__ = ["code_format_of", "joined", "read_coded", "why_not_coded"]
 
 _NO_MATRIX = "they are not matrices that are computed from their codes"
 _NOT_FINITE = {"e4m3": 0x7F, "e5m2": 0x7C}  # the least code
@@ -84,9 +89,24 @@ def read_coded(files: TensorFiles, entry: Entry, shard: Shard | None, scratch: S
     return target
 
 
+def joined(matrices: Sequence[CodedMatrix]) -> CodedWeight:
+    """Return matrices, one below the other, as one weight."""
+    sections: list[CodedMatrix] = []
+    for _, group in groupby(matrices, key=lambda matrix: matrix.format):
+        same = list(group)
+        if len(same) > 1:
+            whole = _empty_like(same[0], sum(matrix.shape[0] for matrix in same))
+            for name, part in whole.parts.items():
+                torch.cat([matrix.parts[name] for matrix in same], out=part)
+            same = [whole]
+        sections += same
+    return CodedWeight(tuple(sections))
+
+
 def _empty_like(block: CodedMatrix, num_rows: int) -> CodedMatrix:
-    parts = {name: part.new_empty(num_rows, *part.shape[1:]) for name, part in block.parts.items()}
-    return block.with_parts(parts)
+    return block.with_parts(
+        {name: own_memory((num_rows, *part.shape[1:]), part.dtype) for name, part in block.parts.items()}
+    )
 
 
 def _require_finite(weight: PackedWeight, block: CodedMatrix) -> None:

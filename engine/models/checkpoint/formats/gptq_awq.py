@@ -25,6 +25,7 @@ from engine.models.config.files.quantization import Quantization
 from kernels.coded_weight import CodedMatrix, CodeFormat
 from kernels.dequant.coded_groups import coded_groups, format_of_groups
 from kernels.dequant.integers import (
+    awq_codes,
     dequantise_awq,
     dequantise_ordered,
     dequantise_packed,
@@ -135,7 +136,8 @@ class AwqWeight(PackedWeight):
         """Return rows of the matrix as codes."""
         own, form = slice(rows.start, rows.stop), self.code_format
         assert form is not None
-        codes = unpack_awq(parts["qweight"][:, rows.start // 8 : -(-rows.stop // 8)])
+        words = slice(rows.start // 8, -(-rows.stop // 8))
+        codes = awq_codes(parts["qweight"], words)
         return coded_groups(form, codes, parts["scales"][own], zeros=parts["zeros"][own])
 
     def prepared(self, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
