@@ -1,11 +1,12 @@
 """How texts are split into words before byte-level BPE, by the names that llama.cpp gives to the ways of doing so.
 
-A name stands for the regular expressions of the tokenizer.json of the model that had it first.
+A name stands for the regular expressions of the tokenizer.json of the model that had it first; Kimi's has none, and
+its program the expression.
 """
 
 from __future__ import annotations
 
-__all__ = ["BEGIN_WITH_BOS", "IGNORE_MERGES", "WITH_NFC", "WORDS"]
+__all__ = ["BEGIN_WITH_BOS", "IGNORE_MERGES", "KIMI", "WITH_NFC", "WORDS"]
 
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -18,6 +19,11 @@ _REST_WITH_SLASH = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _GPT4O = rf"{_CASED[0]}{_ENDINGS}?|{_CASED[1]}{_ENDINGS}?|\p{{N}}{{1,3}}|{_REST_WITH_SLASH}"
 _TEKKEN = rf"{_CASED[0]}|{_CASED[1]}|\p{{N}}|{_REST_WITH_SLASH}"
 _DIGIT = r"\p{N}"
+
+# Kimi's splits off Chinese characters.
+_NOT_HAN = [rf"{letters[:-1]}&&[^\p{{Han}}]]" for letters in (_UPPER, _LOWER)]
+_KIMI_WORDS = [rf"[^\r\n\p{{L}}\p{{N}}]?{_NOT_HAN[0]}{a}{_NOT_HAN[1]}{b}{_ENDINGS}?" for a, b in ("*+", "+*")]
+KIMI = rf"[\p{{Han}}]+|{'|'.join(_KIMI_WORDS)}|\p{{N}}{{1,3}}|{_REST}"
 
 _WORD = r"[\p{L}\p{M}]"
 _QWEN35 = (
@@ -34,11 +40,14 @@ _DEEPSEEK3 = (
 
 _LIKE_LLAMA3 = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "lfm2", "pixtral")
 
+_LLAMA3_MERGED = ("dbrx", "smaug-bpe", "midm-2.0", "jina-v5-nano")
+
 WORDS: dict[str | None, tuple[str, ...]] = {  # applied one after another
-    **dict.fromkeys((*_LIKE_LLAMA3, "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (_LLAMA3,)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez"), (_QWEN2,)),
+    **dict.fromkeys((*_LIKE_LLAMA3, *_LLAMA3_MERGED, "glm4", "chatglm-bpe"), (_LLAMA3,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "f2llmv2", "kormo"), (_QWEN2,)),
     "qwen35": (_QWEN35,),
-    **dict.fromkeys(("gpt-4o", "llama4"), (_GPT4O,)),
+    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2", "kanana2", "talkie"), (_GPT4O,)),
+    "kimi-k2": (KIMI,),
     "tekken": (_TEKKEN,),
     "deepseek-v3": (r"\p{N}{1,3}", _EAST_ASIAN, _DEEPSEEK3),
     **dict.fromkeys(("gpt-2", "phi-2"), (_GPT2,)),

@@ -10,24 +10,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+from engine.text.gguf_words import KIMI
+
 __all__ = ["is_kimi_tokenizer", "kimi_tokenizer"]
 
 _VOCABULARY = "tiktoken.model"
 _CLASS = "TikTokenTokenizer"  # of the checkpoint's program
-# How Kimi's tokenizer splits a text before it merges bytes.
-_CASED = r"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]{}[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]{}"
-_PATTERN = "|".join(
-    (
-        r"[\p{Han}]+",
-        r"[^\r\n\p{L}\p{N}]?" + _CASED.format("*", "+") + r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
-        r"[^\r\n\p{L}\p{N}]?" + _CASED.format("+", "*") + r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
-        r"\p{N}{1,3}",
-        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
-        r"\s*[\r\n]+",
-        r"\s+(?!\S)",
-        r"\s+",
-    )
-)
 
 
 def is_kimi_tokenizer(path: Path) -> bool:
@@ -49,7 +37,7 @@ def kimi_tokenizer(path: Path) -> Any:
     # tiktoken would keep a copy of the file by its path, and not notice that the file has changed.
     os.environ.setdefault("TIKTOKEN_CACHE_DIR", "")
     tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
-    words = pre_tokenizers.Split(Regex(_PATTERN), behavior="isolated")
+    words = pre_tokenizers.Split(Regex(KIMI), behavior="isolated")
     bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, bytes_])
     return tokenizer

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 from transformers.tokenization_utils_base import generate_merges
 
-__all__ = ["KINDS", "TEMPLATE", "save_original", "write_gguf_of"]
+__all__ = ["KIMI_SPLIT", "KINDS", "TEMPLATE", "save_original", "write_gguf_of"]
 
 TEXTS = [
     "the cache holds the keys and the values of every token, don't THEY'LL say so? it's 12345 times 3.14",
@@ -113,6 +113,18 @@ def _deepseek3() -> RustTokenizer:
     return _begin_with(_train_byte_level(pre, special, ["<think>"]), special[0])
 
 
+KIMI_SPLIT = (  # of the published program
+    r"[\p{Han}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _kimi() -> RustTokenizer:
+    return _train_byte_level(_byte_level(_split(KIMI_SPLIT)), ["[BOS]", "[EOS]", "<|im_end|>"], ["<think>"])
+
+
 def _pieces(special: list[str]) -> list[str]:
     """Return the pieces of a small SentencePiece model: special tokens, bytes, then pieces by score."""
     trained = RustTokenizer(models.BPE())
@@ -207,6 +219,8 @@ KINDS: dict[str, tuple[Callable[[], RustTokenizer], str, str, str, dict[str, str
         *(_deepseek3, "deepseek2", "gpt2", "deepseek-v3"),
         {"bos": "<|begin_of_sentence|>", "eos": "<|end_of_sentence|>"},
     ),
+    "kimi-k2": (_kimi, "deepseek2", "gpt2", "kimi-k2", {"bos": "[BOS]", "eos": "[EOS]"}),
+    "minimax-m2": (_gpt_4o, "minimax-m2", "gpt2", "minimax-m2", {"bos": "<|startoftext|>", "eos": "<|return|>"}),
     "llama 2": (_llama2, "llama", "llama", "default", {"bos": "<s>", "eos": "</s>", "unk": "<unk>"}),
     "phi3": (_phi3, "phi3", "llama", "default", {"bos": "<s>", "eos": "<|endoftext|>", "unk": "<unk>"}),
     "gemma": (_gemma, "gemma3", "llama", "default", _GEMMA_NAMES),
