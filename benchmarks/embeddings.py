@@ -103,6 +103,7 @@ def measure(
     for number, batch in enumerate(batches):
         vectors = {}
         for name in (list(ways), list(ways)[::-1])[number % 2]:
+            torch.set_num_threads(1 if name == "engine" else threads)  # as the engine has set it
             started, cpu_started = perf_counter(), process_time()
             vectors[name] = ways[name](batch)
             seconds[name] += perf_counter() - started

@@ -25,6 +25,7 @@ from engine.pooling.heads import ClassifierHead, EmbeddingHead, Head, YesNoHead,
 from engine.pooling.model import PooledModel
 from engine.pooling.sentence_transformers import DenseModule
 from kernels.cpu.library import library
+from kernels.gelu import Gelu
 
 __all__ = ["load_pooled_model"]
 
@@ -57,6 +58,7 @@ def load_pooled_model(
     backbone = model.base_model
     if packs:
         pack_linears(backbone if isinstance(head, YesNoHead) else model)  # a language model's own head is not used
+        _replace_gelu(backbone)
     logger.info("Loading weights took %.2f seconds", perf_counter() - started)
     return PooledModel(backbone, head, checkpoint.architecture, padding_id=model.config.pad_token_id)
 
@@ -91,6 +93,17 @@ def _load(checkpoint: PooledCheckpoint, task: str, dtype: torch.dtype | None, de
     if task == "embed" and hasattr(model, "pooler"):
         model.pooler = None
     return model
+
+
+def _replace_gelu(model: nn.Module) -> None:
+    """Let the C kernels compute transformers' exact gelu."""
+    from transformers.activations import GELUActivation
+
+    for name, child in model.named_children():
+        if type(child) is GELUActivation and child.act is nn.functional.gelu:
+            setattr(model, name, Gelu())
+        else:
+            _replace_gelu(child)
 
 
 def _dtype(config: Any, wanted: torch.dtype | None, device: torch.device) -> torch.dtype:

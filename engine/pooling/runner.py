@@ -42,9 +42,13 @@ class PoolingRunner:
         started = perf_counter()
         checkpoint = PooledCheckpoint.read(config, pooling)
         device = resolve_device(config, rank=0)
-        set_rank_threads(config, 0, has_cpu_kernels=device.type == "cpu" and library() is not None)
+        has_cpu_kernels = device.type == "cpu" and library() is not None
+        set_rank_threads(config, 0, has_cpu_kernels=has_cpu_kernels)
         dtype: torch.dtype | None = None if config.dtype == "auto" else getattr(torch, config.dtype)
         self._model = load_pooled_model(checkpoint, pooling.task, dtype=dtype, device=device)
+        if has_cpu_kernels:
+            # What is left for torch is little, and its threads would spin on the cores that the kernels' need.
+            torch.set_num_threads(1)
         self.info = _engine_info(config, checkpoint, self._model, _pooling_info(pooling, checkpoint, self._model))
         self.run([Text([0] * min(WARM_UP_TOKENS, checkpoint.max_model_len), PoolingParams())])  # compiles and allocates
         size = self._model.num_bytes / 2**30

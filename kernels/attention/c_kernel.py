@@ -1,20 +1,24 @@
-"""Paged attention in C, float32 and bfloat16, decodes and chunks of prefills (csrc/attention/attention.h).
+"""Attention in C, float32 and bfloat16, paged and of whole texts without a cache (csrc/attention/attention.h).
 
 `is_supported` says what the C kernel computes; sdpa.py computes the rest.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
+from torch.nn import functional as F
 
 from kernels.attention.base import AttentionInputs
 from kernels.attention.window import sliding_and_chunk
-from kernels.attention_metadata import AttentionMetadata
 from kernels.cpu.bindings import CAttentionCall
 from kernels.cpu.library import library, require
 
-__all__ = ["is_supported", "paged_attention"]
+__all__ = ["PackedTexts", "is_supported", "packed_attention", "paged_attention"]
 
+_INT32_MAX = 2**31 - 1
 _LARGEST_VALUE_DIM = 512  # as in attention_item.h
 _DIMENSIONS_AT_A_TIME = 16
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -36,39 +40,102 @@ def is_supported(dtype: torch.dtype, head_dim: int, value_dim: int | None = None
 
 def paged_attention(inputs: AttentionInputs) -> torch.Tensor:
     """Compute `AttentionBackend.forward`; any number of threads may call at once."""
-    query, key_cache, metadata = inputs.query.contiguous(), inputs.key_cache, inputs.metadata
-    _check(query, key_cache, inputs.value_cache, metadata)
-    output = query.new_empty(*query.shape[:2], inputs.value_dim)
+    metadata = inputs.metadata
+    texts = PackedTexts(metadata.cu_seqlens_q, metadata.seq_lens, metadata.block_tables)
+    windows = *sliding_and_chunk(inputs.window), 0
+    caches = inputs.key_cache, inputs.value_cache
+    return _attend(inputs.query, *caches, inputs.value_dim, texts, windows, inputs.scale, inputs.softcap or 0.0)
+
+
+class PackedTexts(NamedTuple):
+    """Where the tokens of texts lie that follow each other in one tensor, and their keys in a cache. All int32.
+
+    Attributes:
+        cu_seqlens: [num_texts + 1], where each text begins.
+        seq_lens: [num_texts].
+        block_tables: [num_texts, max_blocks].
+    """
+
+    cu_seqlens: torch.Tensor
+    seq_lens: torch.Tensor
+    block_tables: torch.Tensor
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> PackedTexts:
+        """Return texts of these lengths, whose keys follow each other as their tokens do: each is a block."""
+        seq_lens = torch.tensor(lengths, dtype=torch.int32)
+        cu_seqlens = F.pad(seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
+        positions = torch.arange(max(lengths), dtype=torch.int32)
+        blocks = torch.where(positions < seq_lens[:, None], cu_seqlens[:-1, None] + positions, -1)
+        return cls(cu_seqlens, seq_lens, blocks)
+
+
+def packed_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    texts: PackedTexts,
+    *,
+    behind: int | None,
+    ahead: int | None,
+    scale: float,
+) -> torch.Tensor:
+    """Compute attention within each of several texts.
+
+    Args:
+        query: [num_tokens, num_heads, head_dim].
+        key: [num_tokens, num_kv_heads, head_dim]; ``value`` likewise.
+        texts: made by ``PackedTexts.of``.
+        behind: tokens before its own that a token sees; None: all.
+        ahead: tokens after its own that it sees; None: all.
+        scale: of the scores.
+
+    Returns:
+        [num_tokens, num_heads, head_dim]. A text's numbers have the same bits whatever the other texts are.
+    """
+    windows = 0 if behind is None else behind + 1, 0, _INT32_MAX if ahead is None else ahead
+    keys, values = key.unsqueeze(1).contiguous(), value.unsqueeze(1).contiguous()
+    return _attend(query, keys, values, query.shape[2], texts, windows, scale, 0.0)
+
+
+def _attend(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    value_dim: int,
+    texts: PackedTexts,
+    windows: tuple[int, int, int],
+    scale: float,
+    softcap: float,
+) -> torch.Tensor:
+    """Call the kernel; ``windows`` are its sliding_window, chunk and ahead."""
+    query = query.contiguous()
+    _check(query, key_cache, value_cache, texts)
+    output = query.new_empty(*query.shape[:2], value_dim)
     _, num_heads, head_dim = query.shape
     _, block_size, num_kv_heads, _ = key_cache.shape
-    num_seqs, max_blocks = metadata.block_tables.shape
     call = CAttentionCall(
         output.data_ptr(),
         query.data_ptr(),
         key_cache.data_ptr(),
-        inputs.value_cache.data_ptr(),
-        metadata.cu_seqlens_q.data_ptr(),
-        metadata.seq_lens.data_ptr(),
-        metadata.block_tables.data_ptr(),
-        num_seqs,
-        max_blocks,
+        value_cache.data_ptr(),
+        *(part.data_ptr() for part in texts),
+        *texts.block_tables.shape,
         num_heads,
         num_kv_heads,
         head_dim,
-        inputs.value_dim,
+        value_dim,
         block_size,
-        *sliding_and_chunk(inputs.window),
+        *windows,
         query.dtype == torch.bfloat16,
-        inputs.scale,
-        inputs.softcap or 0.0,
+        scale,
+        softcap,
     )
     require().pagoda_attention(call)
     return output
 
 
-def _check(
-    query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, metadata: AttentionMetadata
-) -> None:
+def _check(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, texts: PackedTexts) -> None:
     _, num_heads, head_dim = query.shape
     assert is_supported(query.dtype, head_dim, value_cache.shape[3]), (query.dtype, head_dim, value_cache.shape)
     assert query.dtype == key_cache.dtype == value_cache.dtype, (query.dtype, key_cache.dtype, value_cache.dtype)
@@ -76,6 +143,6 @@ def _check(
     assert num_heads % key_cache.shape[2] == 0, (query.shape, key_cache.shape)
     assert head_dim == key_cache.shape[3], (query.shape, key_cache.shape)
     assert key_cache.is_contiguous(), key_cache.stride()
-    for indices in (metadata.cu_seqlens_q, metadata.seq_lens, metadata.block_tables):
+    for indices in texts:
         assert indices.dtype == torch.int32, indices.dtype
         assert indices.is_contiguous(), indices.stride()

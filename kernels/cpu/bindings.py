@@ -85,7 +85,7 @@ class CAttentionCall(ctypes.Structure):
     _fields_ = (
         *_fields(_POINTER, "output", "query", "key_cache", "value_cache", "cu_seqlens_q", "seq_lens", "block_tables"),
         *_fields(_INT32, "num_seqs", "max_blocks", "num_heads", "num_kv_heads", "head_dim", "value_dim"),
-        *_fields(_INT32, "block_size", "sliding_window", "chunk", "is_bf16"),
+        *_fields(_INT32, "block_size", "sliding_window", "chunk", "ahead", "is_bf16"),
         *_fields(_FLOAT, "scale", "softcap"),
     )
 
@@ -243,6 +243,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pagoda_draw": (None, (*(_POINTER,) * 6, _INT64, _INT64, _INT64)),
     "pagoda_gather_packed_rows": (_INT32, (_POINTER, _WEIGHT, _POINTER, _INT32, _FLOAT)),
     "pagoda_gather_rows": (_INT32, (_POINTER, _POINTER, _INT32, _INT64, _POINTER, _INT32, _INT32, _FLOAT)),
+    "pagoda_gelu": (None, (_POINTER, _POINTER, _INT32, _INT64, _INT64)),
     "pagoda_gated_delta_rule": (None, (ctypes.POINTER(CDeltaRuleCall),)),
     "pagoda_has_int8": (_INT32, ()),
     "pagoda_layers": (None, (_POINTERS, _INT32, _STEP, _CACHE)),

@@ -30,8 +30,8 @@ static size_t lay_out(attention_work *work, char *start) {
     work->largest = take(start, &used, all_rows * sizeof(float));
     work->products = take(start, &used, work->rows > MOST_ROWS_IN_PLACE ? 0 : all_rows * sizeof *work->products);
     work->factors = take(start, &used, rows * sizeof(merge_factors));
-    work->positions = take(start, &used, rows * sizeof(int32_t));
     work->first_keys = take(start, &used, rows * sizeof(int32_t));
+    work->end_keys = take(start, &used, rows * sizeof(int32_t));
     work->weights = take(start, &used, rows * KEYS_PER_TILE * sizeof(uint32_t));
     work->keys = take(start, &used, words * KEYS_PER_TILE * sizeof(uint32_t));
     work->values = take(start, &used, panels * KEYS_PER_TILE * BLOCK_LANES * sizeof(uint32_t));
@@ -92,8 +92,9 @@ INLINE attention_work begin(const int kind, const attention_plan *plan, const at
     forget_keys(&work);
     int group = group_size(call);
     for (int row = 0; row < work.padded_rows; row++) {
-        work.positions[row] = item->first_position + (row < work.rows ? row : work.rows - 1) / group;
-        work.first_keys[row] = first_key_of(call, work.positions[row]);
+        int32_t position = item->first_position + (row < work.rows ? row : work.rows - 1) / group;
+        work.first_keys[row] = first_key_of(call, position);
+        work.end_keys[row] = end_key_of(call, position, item->seq_len);
     }
     return work;
 }

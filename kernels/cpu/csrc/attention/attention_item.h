@@ -13,6 +13,7 @@ typedef struct {
     int32_t first_token;   /* row of call->query and call->output */
     int32_t num_queries;
     int32_t first_position; /* of the first query in its sequence */
+    int32_t seq_len;        /* of the sequence */
     int32_t first_head, num_heads; /* KV heads */
     int32_t first_key, end_key; /* tiles begin at multiples of KEYS_PER_TILE, even where keys before are not read */
     int32_t first_unit, num_units; /* whose rows these are, in order: several if they share these keys */
@@ -34,6 +35,11 @@ INLINE int32_t tile_of(int32_t key) { return key / KEYS_PER_TILE * KEYS_PER_TILE
 INLINE int32_t first_key_of(const pagoda_attention_call *call, int32_t position) {
     if (call->chunk) return position / call->chunk * call->chunk;
     return call->sliding_window && position >= call->sliding_window ? position - call->sliding_window + 1 : 0;
+}
+
+/* The key after the last that a query at `position` sees. */
+INLINE int32_t end_key_of(const pagoda_attention_call *call, int32_t position, int32_t seq_len) {
+    return call->ahead < seq_len - position ? position + call->ahead + 1 : seq_len;
 }
 
 /* What a row's sums so far, and those of the next tile, are multiplied by before they are added: each is relative to
@@ -70,8 +76,8 @@ typedef struct {
     float *largest;        /* [num_heads, padded_rows]: score so far, in powers of 2 */
     f32x16 (*products)[BLOCK_VECTORS]; /* [num_heads, padded_rows, BLOCK_VECTORS]: of a tile; of few rows only */
     merge_factors *factors; /* [padded_rows]: of the current tile */
-    int32_t *positions;    /* [padded_rows] */
     int32_t *first_keys;   /* [padded_rows]: the first that each row sees */
+    int32_t *end_keys;     /* [padded_rows]: after the last one */
     uint32_t *weights;     /* [padded_rows, KEYS_PER_TILE words at most] */
     uint32_t *keys;        /* [padded_words, KEYS_PER_TILE]: a tile's keys, transposed */
     uint32_t *values;      /* [value_dim / 64, words of keys, 64]: a tile's values, interleaved */
@@ -90,9 +96,8 @@ typedef struct {
 
 /* The keys that a row sees, of `num_keys` from tile_key on. */
 INLINE key_range visible_keys(const attention_work *work, int row, int tile_key, int num_keys) {
-    int32_t own_key = work->positions[row] - tile_key, first = work->first_keys[row] - tile_key; /* indices in the tile */
-    key_range range = {first < 0 ? 0 : first > num_keys ? num_keys : first,
-                       own_key < 0 ? 0 : own_key >= num_keys ? num_keys : own_key + 1};
+    int32_t first = work->first_keys[row] - tile_key, end = work->end_keys[row] - tile_key; /* indices in the tile */
+    key_range range = {first < 0 ? 0 : first > num_keys ? num_keys : first, end < 0 ? 0 : end > num_keys ? num_keys : end};
     return range;
 }
 

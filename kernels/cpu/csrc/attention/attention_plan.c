@@ -24,7 +24,7 @@ static int64_t cost_of(const pagoda_attention_call *call, const attention_item *
 static void add_unit(attention_plan *plan, attention_item whole) {
     const pagoda_attention_call *call = plan->call;
     whole.first_key = first_key_of(call, whole.first_position);
-    whole.end_key = whole.first_position + whole.num_queries;
+    whole.end_key = end_key_of(call, whole.first_position + whole.num_queries - 1, whole.seq_len);
     whole.first_unit = (int32_t)plan->num_units;
     whole.num_units = 1;
     plan->units = pagoda_scratch(SCRATCH_ATTENTION_UNITS, (size_t)(plan->num_units + 1) * sizeof *plan->units);
@@ -89,6 +89,7 @@ static void add_sequences(attention_plan *plan, int are_long) {
                                .first_token = call->cu_seqlens_q[i],
                                .num_queries = num_queries,
                                .first_position = call->seq_lens[i] - num_queries,
+                               .seq_len = call->seq_lens[i],
                            });
     }
 }
