@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from kernels.attention.c_kernel import PackedTexts, packed_attention
+from kernels.cpu.library import library
+
+pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compiler")
 
 REACHES = [(None, None), (None, 0), (0, None), (3, 5), (64, 64), (0, 0), (127, 0)]
 LENGTHS = [1, 300, 17, 64, 65, 2]
