@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from deployments.batches.options import BatchOptions
 from deployments.gpu_share import default_gpus_per_engine, require_valid_gpus_per_engine
 from deployments.parsers.detection import NONE
 from deployments.parsers.reasoning_parsers import REASONING_PARSERS
@@ -40,6 +41,7 @@ from engine.text.tokenizer import Tokenizer
 __all__ = [
     "AppConfig",
     "AutoscalingOptions",
+    "BatchesOptions",
     "LimitOptions",
     "LoggingOptions",
     "PoolingOptions",
@@ -154,6 +156,17 @@ class PoolingOptions(_Options):
     matryoshka: bool | list[Annotated[int, Field(ge=1)]] | None = None
 
 
+class BatchesOptions(_Options):
+    """Where files and batches are kept, and how much of them; see deployments/batches."""
+
+    directory: str | None = Field(default=None, min_length=1)  # None: there are none
+    max_file_bytes: int = Field(default=200 * 2**20, ge=1024)
+    max_total_bytes: int = Field(default=10 * 2**30, ge=1024)
+    max_lines: int = Field(default=50_000, ge=1)
+    max_line_bytes: int = Field(default=4 * 2**20, ge=1024)
+    file_ttl_s: float = Field(default=2_592_000.0, ge=3600.0, allow_inf_nan=False)
+
+
 class LoggingOptions(_Options):
     """The log line of each finished request; see deployments/request_log/log.py."""
 
@@ -190,6 +203,7 @@ class AppConfig(_Options):
     limits: LimitOptions = LimitOptions()
     router: RouterOptions = RouterOptions()
     autoscaling: AutoscalingOptions = AutoscalingOptions()
+    batches: BatchesOptions = BatchesOptions()
     logging: LoggingOptions = LoggingOptions()
     tracing: TracingOptions = TracingOptions()
 
@@ -232,6 +246,14 @@ class AppConfig(_Options):
             normalize=self.pooling.normalize,
             matryoshka=tuple(lengths) if isinstance(lengths, list) else lengths,
         )
+
+    @property
+    def batch_options(self) -> BatchOptions | None:
+        """Where and how batches are kept; None: not at all. A relative directory starts at the checkout."""
+        if self.batches.directory is None:
+            return None
+        limits = self.batches.model_dump(exclude={"directory"})
+        return BatchOptions(checkout_root() / os.path.expanduser(self.batches.directory), **limits)
 
     @property
     def has_page(self) -> bool:

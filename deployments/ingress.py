@@ -19,12 +19,16 @@ from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
 from deployments.api.api_keys import ApiKeys
-from deployments.api.application import Application
+from deployments.api.application import Application, EndpointApp
 from deployments.api.endpoints import Endpoints
 from deployments.api.lazy_prompt_builder import LazyPromptBuilder
+from deployments.api.middleware import RecordRequests
 from deployments.api.pooling.serving import PoolingServing
 from deployments.api.responses.store import StoredResponse
 from deployments.api.serving import Serving
+from deployments.batches.answers import ENDPOINTS
+from deployments.batches.in_process import InProcessApp
+from deployments.batches.service import BatchService
 from deployments.config import AppConfig
 from deployments.observability.ingress_metrics import INGRESS_INFO, REPLICAS_MIN, ingress_recorder
 from deployments.observability.ray_exporter import RayExporter
@@ -42,6 +46,7 @@ from deployments.web.page import WebPage
 __all__ = ["Ingress"]
 
 GC_THRESHOLD = 10_000  # objects; at Python's 700 garbage collections take 3% of a busy ingress
+MAX_LINES = 2048  # of batches, sent or held at once
 LOADING_TIMEOUT_S = 60.0  # for the engines, before Serve sends requests to a new ingress; afterwards they get a 503
 
 
@@ -60,6 +65,10 @@ class Ingress:
         self._keys = ApiKeys.from_environment()
         if needs_key:
             self._keys.require()
+        # Some slots of an engine's batch, and of its queue, are left for requests that come while a batch runs.
+        self._max_background = max(
+            1, min(3 * config.engine_config.max_num_seqs // 4, config.limits.max_concurrent_requests_per_engine // 2)
+        )
         engines = engines.options(request_serialization="pickle", response_serialization="pickle")
         self._view = cluster_view(engines.deployment_name)
         self._log = RequestLog(config.logging)
@@ -73,9 +82,11 @@ class Ingress:
             max_requests=config.limits.max_concurrent_requests_per_engine,
             stall_timeout_s=config.limits.stall_timeout_s,
             request_timeout_s=config.limits.request_timeout_s,
+            max_background=self._max_background,
         )
         self._unfinished: set[RequestRecord] = set()
-        replicas = Replicas(engines)
+        self._replicas = replicas = Replicas(engines)
+        self._batches = None if (options := config.batch_options) is None else BatchService(options)
         self.endpoints = Endpoints(
             config,
             Serving(config, self._dispatcher, self._prompts, self._log),
@@ -83,6 +94,7 @@ class Ingress:
             self._prompts,
             self._view,
             replicas,
+            batches=self._batches,
             page=WebPage(config.served_name, replicas).routes() if config.has_page else (),
             needs_key=bool(self._keys),
         )
@@ -104,9 +116,32 @@ class Ingress:
         gc.collect()
         gc.freeze()  # these objects stay: a collection that traverses them delays every stream, by 0.1 s and more
         gc.set_threshold(GC_THRESHOLD)
+        if self._batches is not None:
+            self._start_batches(self._batches)
         yield
+        if self._batches is not None:
+            await self._batches.close()
         self._dispatcher.close()
         await asyncio.to_thread(self._tracer.close)
+
+    def _start_batches(self, batches: BatchService) -> None:
+        apps = {
+            route.path: RecordRequests(EndpointApp(route.endpoint), self._finish)
+            for route in self.endpoints.routes
+            if route.path in ENDPOINTS
+        }
+        # A few more than run, so that the next ones are tokenised when there is room.
+        batches.start(
+            InProcessApp(apps),
+            lambda: min(MAX_LINES, 8 + max(1, len(self._view.replicas)) * self._max_background * 5 // 4),
+            self._observe_other_ingresses,
+        )
+
+    async def _observe_other_ingresses(self) -> None:
+        """Tell the gate of batches how many requests the other ingresses have."""
+        unfinished = await self._replicas.num_unfinished()
+        own = _name()
+        self._dispatcher.background.num_elsewhere = sum(num for name, num in unfinished.items() if name != own)
 
     def _finish(self, record: RequestRecord) -> None:
         """Write the log line and the spans of a request that has ended."""

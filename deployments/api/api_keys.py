@@ -31,10 +31,11 @@ from deployments.api.middleware import path_of
 from deployments.errors import ApiError
 from engine.errors import ConfigError
 
-__all__ = ["ApiKeys", "RequireKey"]
+__all__ = ["ApiKeys", "RequireKey", "owner_of"]
 
 KEYS, KEYS_FILE = "PAGODA_API_KEYS", "PAGODA_API_KEYS_FILE"
 MIN_LENGTH = 16  # characters
+_OWNER = "pagoda.owner"  # the key of a scope that holds whose request it is
 _HOW_TO_MAKE_ONE = "make one with: openssl rand -hex 32"
 
 
@@ -135,6 +136,7 @@ class RequireKey:
         headers = Headers(scope=scope)
         given = headers.get("x-api-key")  # no browser sends it by itself
         if given is not None and self._keys.accept(given.encode("latin-1")):
+            scope[_OWNER] = _owner(given.encode("latin-1"))
             return None
         scheme, _, credentials = headers.get("authorization", "").partition(" ")
         scheme, key = scheme.lower(), _key(scheme.lower(), credentials.strip())
@@ -142,6 +144,7 @@ class RequireKey:
             return self._unauthorized(scope, headers, was_given=bool(scheme) or given is not None)
         if scheme == "basic" and scope["method"] not in ("GET", "HEAD") and not _is_from_our_page(headers):
             return _answer(ApiError(403, "requests from another site need Authorization: Bearer KEY"))
+        scope[_OWNER] = _owner(key)
         return None
 
     def _unauthorized(self, scope: Scope, headers: Headers, *, was_given: bool) -> Response:
@@ -155,6 +158,16 @@ class RequireKey:
         answer = _answer(ApiError(401, f"{problem}; {how}", code="invalid_api_key"))
         answer.headers["WWW-Authenticate"] = 'Basic realm="Pagoda", charset="UTF-8"' if prompt_browser else "Bearer"
         return answer
+
+
+def owner_of(scope: Scope) -> str:
+    """Return whose request it is: a digest of its API key, or nothing if no keys are set."""
+    owner: str = scope.get(_OWNER, "")
+    return owner
+
+
+def _owner(key: bytes) -> str:
+    return hashlib.sha256(b"pagoda owner " + key).hexdigest()[:32]
 
 
 def _key(scheme: str, credentials: str) -> bytes | None:

@@ -21,7 +21,7 @@ from deployments.api.middleware import CountRequests, RecordRequests, path_of
 from deployments.api.routes import ApiRoute, Endpoint
 from deployments.request_log.record import RequestRecord
 
-__all__ = ["Application"]
+__all__ = ["Application", "EndpointApp"]
 
 PAGE = "/"  # of the web page, for which a browser prompts its user for a key
 
@@ -60,14 +60,14 @@ class Application(Starlette):
                 Middleware(RequireKey, keys=keys, open_paths=open_paths, prompts_browser=PAGE in fixed),
             )
         super().__init__(
-            routes=[Route(route.path, _Endpoint(route.endpoint), methods=route.methods) for route in routes],
+            routes=[Route(route.path, EndpointApp(route.endpoint), methods=route.methods) for route in routes],
             middleware=middleware,
             exception_handlers=ERROR_HANDLERS,
             lifespan=lifespan,
         )
         self.router.redirect_slashes = False  # it would send clients to whatever host they name
         self._fixed = {
-            (method, route.path): _wrapped(_Endpoint(route.endpoint), middleware)
+            (method, route.path): _wrapped(EndpointApp(route.endpoint), middleware)
             for route in routes
             if route.is_fixed
             for method in route.methods
@@ -88,7 +88,7 @@ def _wrapped(app: ASGIApp, middleware: Sequence[Middleware]) -> ASGIApp:
     return app
 
 
-class _Endpoint:
+class EndpointApp:
     """An endpoint as an ASGI application."""
 
     def __init__(self, endpoint: Endpoint) -> None:

@@ -75,6 +75,7 @@ class Description:
         error: the type of the body of error responses.
         query: the query's parameters.
         media_type: of the response, if it is not JSON.
+        form: the JSON schema of a body of the type multipart/form-data, if it is one.
     """
 
     tag: str
@@ -84,4 +85,5 @@ class Description:
     statuses: frozenset[int] = frozenset()
     error: type[BaseModel] = ErrorResponse
     media_type: str | None = None
+    form: Mapping[str, Any] | None = None
     query: tuple[Query, ...] = ()

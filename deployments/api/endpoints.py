@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from deployments.api.anthropic.endpoints import MessagesApi
+from deployments.api.batches.endpoints import Batches, Files
 from deployments.api.body import BodyReader
 from deployments.api.lazy_prompt_builder import LazyPromptBuilder
 from deployments.api.openai.endpoints import Models, OpenAiApi
@@ -16,6 +17,8 @@ from deployments.api.serving import Serving
 from deployments.api.utilities.invocations import Invocations
 from deployments.api.utilities.server import Replicas, ServerState
 from deployments.api.utilities.tokenization import Tokenization
+from deployments.batches.answers import ENDPOINTS
+from deployments.batches.service import BatchService
 from deployments.config import AppConfig
 from deployments.routing.cluster_view import ClusterView
 
@@ -32,6 +35,7 @@ class Endpoints:
         prompts: knows the engines' description.
         view: the engines that the router knows.
         replicas: calls all replicas.
+        batches: keeps files and batches, if there is a directory for them.
         page: the endpoints of the web page, if it is on.
         needs_key: whether API keys are set.
 
@@ -49,6 +53,7 @@ class Endpoints:
         view: ClusterView,
         replicas: Replicas,
         *,
+        batches: BatchService | None = None,
         page: Sequence[ApiRoute] = (),
         needs_key: bool,
     ) -> None:
@@ -60,9 +65,18 @@ class Endpoints:
             *self.responses.routes(),
             *MessagesApi(serving, bodies, strip_billing_header=config.strip_billing_header).routes(),
             *PoolingApi(pooling, bodies).routes(),
+            *Files(batches, config.limits.body_timeout_s).routes(),
+            *Batches(batches, bodies, _batch_endpoints(config)).routes(),
             *Models(serving).routes(),
             *Invocations(serving, bodies).routes(),
             *Tokenization(serving, bodies).routes(),
             *state.routes(),
             *page,
         ]
+
+
+def _batch_endpoints(config: AppConfig) -> list[str]:
+    """Return the endpoints that the lines of a batch may name."""
+    if config.task == "generate":
+        return [path for path in ENDPOINTS if path != "/v1/embeddings"]
+    return ["/v1/embeddings"] if config.task == "embed" else []

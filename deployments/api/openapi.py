@@ -20,7 +20,7 @@ _PARAMETER = re.compile(r"\{(\w+)(:\w+)?\}")
 _TEMPLATE = "#/components/schemas/{model}"
 _KEY_STATUSES = frozenset({401, 403})  # of every path that needs a key
 _ALWAYS = frozenset({500, 503})
-_JSON, _EVENTS = "application/json", "text/event-stream"
+_JSON, _EVENTS, _FORM = "application/json", "text/event-stream", "multipart/form-data"
 
 
 def openapi_document(routes: Sequence[ApiRoute], *, version: str, needs_key: bool) -> dict[str, Any]:
@@ -87,6 +87,8 @@ def _operation(route: ApiRoute, references: Mapping[type[BaseModel], str], *, ne
     if described.bodies:
         schema = _any_of([references[kind] for kind in described.bodies])
         operation["requestBody"] = {"required": True, "content": {_JSON: {"schema": schema}}}
+    elif described.form is not None:
+        operation["requestBody"] = {"required": True, "content": {_FORM: {"schema": dict(described.form)}}}
     for status in sorted(statuses):
         content = {_JSON: {"schema": {"$ref": references[described.error]}}}
         operation["responses"][str(status)] = {"description": HTTPStatus(status).phrase, "content": content}

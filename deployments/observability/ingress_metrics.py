@@ -16,6 +16,9 @@ from deployments.observability.recorder import Recorder
 from engine.observability.metrics import Metric
 
 __all__ = [
+    "BATCHES",
+    "BATCH_LINES",
+    "BATCH_PAUSES",
     "CHANNEL_GAPS",
     "CHANNEL_LOST_REPLICAS",
     "CHANNEL_RECONNECTIONS",
@@ -98,6 +101,17 @@ STREAM_PAUSES = Metric(
     "stream_pauses",
     "counter",
     "Requests aborted because their client reads too slowly; they continue when it has read what there is.",
+)
+BATCHES = Metric("batches", "gauge", "Batches that have not ended, at the ingress that runs them.", ("state",))
+BATCH_LINES = Metric(
+    "batch_lines",
+    "counter",
+    "Lines of batches with a durable result.",
+    ("outcome",),
+    known=(("completed",), ("failed",)),
+)
+BATCH_PAUSES = Metric(
+    "batch_pauses", "counter", "Requests of batches aborted to make room for others; they continue when there is room."
 )
 REPLICAS = Metric("replicas", "gauge", "Engine replicas known to this ingress.", ("state",))
 REPLICAS_MIN = Metric("replicas_min", "gauge", "Configured minimum number of engine replicas.")

@@ -4,6 +4,9 @@ A request that no replica takes now waits here: because there is none yet, or be
 are sent in the order of their arrival. A replica that is full or shuts down returns a request, which then goes to
 another one; the request's reader does not notice.
 
+Requests of the lowest priority, those of batches, are held here as long as they would be felt by others
+(background_gate.py). If others come, they are paused: aborted in the engine, and held with the tokens that they have.
+
 It makes one attempt and reports how that ends; Generation retries and migrates. While a request waits and no replica is
 connected, one call through Serve's handle is pending, which Serve's autoscaler counts as a request.
 """
@@ -14,12 +17,20 @@ import asyncio
 import contextlib
 import contextvars
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from math import inf
 from time import monotonic, perf_counter
 
-from deployments.observability.ingress_metrics import ROUTING_DECISION_SECONDS, ROUTING_DECISIONS, ingress_recorder
+from deployments.observability.ingress_metrics import (
+    BATCH_PAUSES,
+    ROUTING_DECISION_SECONDS,
+    ROUTING_DECISIONS,
+    ingress_recorder,
+)
+from deployments.requests.background_gate import BACKGROUND_PRIORITY, BackgroundGate
 from deployments.requests.stall_watch import StallWatch
 from deployments.routing.cluster_view import ClusterView
 from deployments.transport.request_channel.dispatch import Dispatch
+from deployments.transport.request_channel.errors import StreamPausedError
 from deployments.transport.request_channel.links import Links
 from engine.errors import RequestError
 from engine.request import EngineRequest
@@ -28,6 +39,8 @@ __all__ = ["Dispatcher"]
 
 FULL_S = 0.1  # a replica that has returned a request is asked again after this many seconds
 WAKE_INTERVAL_S = 0.5
+BACKGROUND_INTERVAL_S = 0.1  # between two looks at what other ingresses and the engines have changed
+BACKGROUND_PER_TURN = 8  # requests that are sent in one turn of the event loop
 
 
 class Dispatcher:
@@ -38,7 +51,9 @@ class Dispatcher:
         wake: calls any replica through Serve's handle; waits while there is none.
         max_requests: unfinished requests of this ingress at one replica.
         stall_timeout_s: seconds without an output after which a replica counts as lost.
-        request_timeout_s: seconds that a request may take from its arrival to its last token.
+        request_timeout_s: seconds that a request may take from its arrival to its last token; one of a batch, from
+            when it is sent.
+        max_background: requests of batches at one replica, at most.
     """
 
     def __init__(
@@ -49,6 +64,7 @@ class Dispatcher:
         max_requests: int,
         stall_timeout_s: float,
         request_timeout_s: float,
+        max_background: int = 64,
     ) -> None:
         self.request_timeout_s = request_timeout_s
         self._view = view
@@ -60,6 +76,9 @@ class Dispatcher:
         self._waking: asyncio.Task[None] | None = None
         self._retry: asyncio.TimerHandle | None = None
         self._links: Links | None = None
+        self.background = BackgroundGate(view, max_background, monotonic)
+        self._held: dict[Dispatch, None] = {}  # of the background; the first to send first
+        self._background_timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         """Connect to the replicas in the view, now and whenever they change. Call it on the event loop of requests."""
@@ -74,8 +93,9 @@ class Dispatcher:
             self._links.close()
         if self._waking is not None:
             self._waking.cancel()
-        if self._retry is not None:
-            self._retry.cancel()
+        for timer in (self._retry, self._background_timer):
+            if timer is not None:
+                timer.cancel()
 
     def send(
         self, request: EngineRequest, block_hashes: Sequence[int], *, avoid: Collection[str], deadline: float
@@ -89,7 +109,11 @@ class Dispatcher:
             deadline: when the request times out, on the event loop's clock.
         """
         dispatch = Dispatch(request, block_hashes, avoid, deadline)
-        if self._waiting or not self._try_send(dispatch):
+        if _is_background(dispatch):
+            dispatch.deadline = inf  # until it is sent
+            self._held[dispatch] = None
+            self._send_held()
+        elif self._waiting or not self._try_send(dispatch):
             self._waiting[dispatch] = None
             self._wake_replicas()
         self._watch.add(dispatch)
@@ -102,9 +126,11 @@ class Dispatcher:
         dispatch.ended = monotonic()
         self._watch.remove(dispatch)
         self._waiting.pop(dispatch, None)
+        self._held.pop(dispatch, None)
         if self._links is not None:
             self._links.cancel(dispatch)
         self._view.ended(dispatch)
+        self.background.ended(dispatch)
         self._send_waiting()
 
     def queued(self) -> tuple[int, int]:
@@ -117,7 +143,10 @@ class Dispatcher:
     def _try_send(self, dispatch: Dispatch) -> bool:
         """Send a request to the best replica that takes it; False if none does."""
         assert self._links is not None, "start() was not called"
+        is_background = _is_background(dispatch)
         candidates = [name for name in self._links.ready if self._has_room(name)]
+        if is_background:
+            candidates = [name for name in candidates if self.background.has_room(name, self._num_others(name))]
         if not candidates:
             return False
         started = perf_counter()
@@ -130,6 +159,11 @@ class Dispatcher:
             dispatch.fail(error)
         else:
             self._view.sent(dispatch, decision)
+            if is_background:
+                dispatch.deadline = self._loop.time() + self.request_timeout_s
+                self.background.sent(dispatch, self._num_others(dispatch.replica))
+            else:
+                self._pause_excess(dispatch.replica)
         return True
 
     def _has_room(self, replica: str) -> bool:
@@ -145,7 +179,13 @@ class Dispatcher:
         self._full_until = {name: until for name, until in self._full_until.items() if until > now}
         self._full_until[dispatch.replica] = now + FULL_S
         self._view.ended(dispatch)
+        self.background.ended(dispatch)
         dispatch.replica = ""
+        if _is_background(dispatch):
+            dispatch.deadline = inf
+            self._held = {dispatch: None} | self._held
+            self._watch_background()
+            return
         self._waiting = {dispatch: None} | self._waiting
         self._loop.call_soon(self._send_waiting)  # after the rest of the message: it may return more
         self._wake_replicas()
@@ -159,10 +199,56 @@ class Dispatcher:
             self._waiting.pop(dispatch, None)
         if self._waiting and self._full_until and self._retry is None:
             self._retry = self._loop.call_later(FULL_S, self._send_again)
+        self._send_held()
 
     def _send_again(self) -> None:
         self._retry = None
         self._send_waiting()
+
+    # --- requests of batches ------------------------------------------------------------------------------------------
+
+    def _num_others(self, replica: str) -> int:
+        """Return the number of this ingress's requests at a replica that are not of batches."""
+        assert self._links is not None
+        return max(0, self._links[replica].num_streams - self.background.num_running(replica))
+
+    def _send_held(self) -> None:
+        """Send held requests while no other one waits, and a replica has room that others do not need."""
+        if not self._held:
+            return
+        assert self._links is not None, "start() was not called"
+        self._watch_background()
+        if not self._links.ready:
+            self._wake_replicas()
+        for _ in range(BACKGROUND_PER_TURN):
+            dispatch = next(iter(self._held), None)
+            if dispatch is None or self._waiting or not self._try_send(dispatch):
+                return
+            self._held.pop(dispatch, None)
+        self._loop.call_soon(self._send_held)
+
+    def _pause_excess(self, replica: str) -> None:
+        """Pause the requests of batches that others at a replica would feel."""
+        assert self._links is not None
+        for dispatch in self.background.excess(replica, self._num_others(replica)):
+            self._links.cancel(dispatch)
+            self.background.ended(dispatch)
+            dispatch.fail(StreamPausedError(f"{dispatch.request.request_id} made room for other requests"))
+            ingress_recorder().increment(BATCH_PAUSES)
+
+    def _watch_background(self) -> None:
+        if self._background_timer is None:
+            self._background_timer = self._loop.call_later(BACKGROUND_INTERVAL_S, self._check_background)
+
+    def _check_background(self) -> None:
+        """Pause and send what the present load asks for."""
+        assert self._links is not None
+        self._background_timer = None
+        for replica in self._links.ready:
+            self._pause_excess(replica)
+        self._send_held()
+        if self._held or not self.background.is_idle:
+            self._watch_background()
 
     # --- scaling from zero --------------------------------------------------------------------------------------------
 
@@ -174,7 +260,11 @@ class Dispatcher:
     async def _call_until_ready(self) -> None:
         """Keep one call pending while requests wait and no replica is connected."""
         assert self._links is not None
-        while self._waiting and not self._links.ready:
+        while (self._waiting or self._held) and not self._links.ready:
             with contextlib.suppress(Exception):
                 await self._wake()
             await asyncio.sleep(WAKE_INTERVAL_S)
+
+
+def _is_background(dispatch: Dispatch) -> bool:
+    return dispatch.request.priority == BACKGROUND_PRIORITY

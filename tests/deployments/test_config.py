@@ -34,7 +34,10 @@ def _write(tmp_path: Path, document: Any) -> Path:
     [
         ({"model": "m", "replica": {}}, "unknown key 'replica' in args; did you mean 'replicas'?"),
         ({"model": "m", "limits": {"max_body": 1}}, "'max_body' in args.limits; did you mean 'max_body_bytes'?"),
-        ({"model": "m", "zzz": 1}, "unknown key 'zzz' in args; known keys: autoscaling, chat_template, engine,"),
+        (
+            {"model": "m", "zzz": 1},
+            "unknown key 'zzz' in args; known keys: autoscaling, batches, chat_template,",
+        ),
         ({}, "args lacks 'model'"),
         ({"model": "m", "replicas": {"num_engine_replicas": 0}}, "args.replicas.num_engine_replicas=0"),
         (

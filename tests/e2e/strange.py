@@ -21,14 +21,17 @@ ENDPOINTS: dict[str, dict[str, Any]] = {
 GETS = [
     "/v1/models", "/v1/models/pagoda-demo", "/v1/responses/resp_none", "/v1/responses/resp_none/input_items", "/health",
     "/ping", "/metrics", "/version", "/load", "/server_info", "/openapi.json", "/", "/web/app.js", "/live",
-    "/-/healthz", "/-/routes",
+    "/-/healthz", "/-/routes", "/v1/files", "/v1/files/file-none", "/v1/files/file-none/content", "/v1/batches",
+    "/v1/batches/batch_none",
 ]  # fmt: skip
 # Those of a server with another task, which refuses their bodies.
 OTHER_TASKS = [
     "/v1/embeddings", "/pooling", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/classify",
 ]  # fmt: skip
-POSTS = ["/v1/responses/resp_none/cancel", *OTHER_TASKS]
-DELETES = ["/v1/responses/resp_none"]
+POSTS = [
+    "/v1/responses/resp_none/cancel", "/v1/files", "/v1/batches", "/v1/batches/batch_none/cancel", *OTHER_TASKS,
+]  # fmt: skip
+DELETES = ["/v1/responses/resp_none", "/v1/files/file-none"]
 PATHS = [*ENDPOINTS, *GETS, *POSTS]
 # Headers that Ray Serve, Starlette, uvicorn or HAProxy read.
 HEADERS = [

@@ -1,0 +1,75 @@
+"""What a line's request has in addition to its body, what its answer becomes, and whether it is to be sent again."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+from deployments.api.json_response import encode_json
+from deployments.batches.in_process import Answer
+from deployments.batches.input_lines import line_id
+from deployments.batches.journal import Record, Tokens
+from deployments.requests.background_gate import BACKGROUND_PRIORITY
+
+__all__ = ["ENDPOINTS", "MAX_ATTEMPTS", "is_temporary", "record_of", "request_body", "retry_delay_s"]
+
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
+MAX_ATTEMPTS = 5  # of a request that does not fail because the server is busy
+_LAST_DELAY_S = 30.0
+
+
+def request_body(endpoint: str, body: dict[str, Any]) -> bytes:
+    """Return the body to send: with the priority of batches, and not stored in an ingress's memory."""
+    own: dict[str, Any] = {"priority": BACKGROUND_PRIORITY}
+    if endpoint == "/v1/responses":
+        own["store"] = False
+    return encode_json(body | own).encode(errors="backslashreplace")
+
+
+def is_temporary(answer: Answer, num_attempts: int) -> bool:
+    """Whether a request is to be sent again after this answer."""
+    if answer.status not in (408, 499, 500, 503):
+        return False
+    is_busy = answer.status == 503 and _error_code(answer.body) != "replica_lost"
+    return is_busy or num_attempts < MAX_ATTEMPTS
+
+
+def retry_delay_s(num_attempts: int) -> float:
+    """Return the seconds before the next attempt."""
+    return min(_LAST_DELAY_S, 0.5 * 2.0 ** min(num_attempts, 10)) * random.uniform(0.5, 1.0)
+
+
+def record_of(batch_id: str, index: int, custom_id: str, answer: Answer) -> tuple[Record, str | None]:
+    """Return the result of a line, and the model that its answer names."""
+    content: dict[str, Any] = json.loads(answer.body)
+    head = encode_json({"id": line_id(batch_id, index), "custom_id": custom_id})
+    response = encode_json({"status_code": answer.status, "request_id": answer.request_id})
+    text = b'%s,"response":%s,"body":%s},"error":null}' % (
+        head[:-1].encode(errors="backslashreplace"),
+        response[:-1].encode(),
+        answer.body,
+    )
+    is_error = answer.status != 200
+    tokens = Tokens() if is_error else _tokens(content.get("usage") or {})
+    return Record(index, is_error, text, tokens), content.get("model")
+
+
+def _error_code(body: bytes) -> str | None:
+    try:
+        code: str | None = json.loads(body)["error"]["code"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return code
+
+
+def _tokens(usage: dict[str, Any]) -> Tokens:
+    """Return the tokens of a usage in the form of chat and completions, or of responses."""
+    prompt = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+    completion = usage.get("completion_tokens_details") or usage.get("output_tokens_details") or {}
+    return Tokens(
+        usage.get("prompt_tokens", usage.get("input_tokens", 0)),
+        prompt.get("cached_tokens") or 0,
+        usage.get("completion_tokens", usage.get("output_tokens", 0)) or 0,
+        completion.get("reasoning_tokens") or 0,
+    )

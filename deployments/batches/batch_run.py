@@ -1,0 +1,295 @@
+"""BatchRun: one batch, from its claim to its end.
+
+    input lines -> those without a result -> requests -> results in the journal -> output and error file -> end.json
+
+A result counts once the journal has it. Whatever is interrupted, another run of the same batch continues: it sends the
+lines again that have no result, and makes the files again until end.json names them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, TypeVar
+
+from deployments.api.json_response import encode_json
+from deployments.batches.answers import is_temporary, record_of, request_body, retry_delay_s
+from deployments.batches.batch_store import BatchStore, State
+from deployments.batches.disk import Disk
+from deployments.batches.file_store import FileStore
+from deployments.batches.in_process import Answer, LineCall
+from deployments.batches.input_lines import (
+    InputLine,
+    LineError,
+    error_line,
+    input_lines,
+    line_id,
+    parse_line,
+    read_line,
+)
+from deployments.batches.journal import Journal, Record
+from deployments.batches.journal_writer import JournalWriter
+from deployments.batches.line_slots import LineSlots
+from deployments.batches.options import BatchOptions
+from deployments.batches.outputs import write_outputs
+from deployments.observability.ingress_metrics import BATCH_LINES, ingress_recorder
+
+__all__ = ["BatchRun", "Workplace"]
+
+logger = logging.getLogger("ray.serve")
+
+REPORT_S = 1.0
+_ERRORS_AT_ONCE = 256  # lines
+_INLINE_BYTES = 2**16  # a longer line or answer would delay every stream of this process
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """What every run needs.
+
+    Attributes:
+        disk: writes.
+        files: for the output.
+        batches: their states.
+        options: limits.
+        call: sends a line.
+        slots: bound the lines that are sent at once.
+        executor: has the threads that read and write.
+    """
+
+    disk: Disk
+    files: FileStore
+    batches: BatchStore
+    options: BatchOptions
+    call: LineCall
+    slots: LineSlots
+    executor: Executor
+    clock: Callable[[], float] = time.time
+
+
+class BatchRun:
+    """One run.
+
+    Args:
+        work: what every run needs.
+        state: the batch as it is now.
+        lease: the number of the runner's lease.
+    """
+
+    def __init__(self, work: Workplace, state: State, lease: int) -> None:
+        self._work = work
+        self._state = state
+        self._lease = lease
+        self._batch = state.batch
+        self._path = work.batches.path(state.batch.id)
+        self._progress: dict[str, Any] = dict(state.progress)
+        self._lines: Sequence[InputLine] = ()
+        self._stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def stop(self, status: str) -> None:
+        """End the batch early, as ``cancelled`` or ``expired``; unfinished lines are aborted."""
+        if not self._stopped.done():
+            self._stopped.set_result(status)
+
+    async def run(self) -> None:
+        """Compute the batch, and end it. Cancelling the call leaves it for another run.
+
+        Raises:
+            OSError: the directory cannot be read or written.
+            JournalLostError: another runner has claimed the batch.
+        """
+        if not await self._read_lines():
+            return
+        journal = await self._in_thread(lambda: Journal(self._work.disk, self._path, self._lease))
+        writer = JournalWriter(journal, self._work.executor)
+        try:
+            await self._start(journal)
+            status = await self._compute(journal, writer)
+            await writer.settle()
+            self._progress["finalizing_at"] = self._now()
+            await self._report(journal)
+            if status == "expired":
+                await self._expire(journal, writer)
+            await self._in_thread(lambda: self._finish(journal, status))
+        finally:
+            await writer.close()
+
+    async def _read_lines(self) -> bool:
+        """Find the lines; False if the batch has failed because of them."""
+        limit, path = self._work.options.max_lines, self._path / "input.jsonl"
+
+        def read() -> list[InputLine]:
+            lines = input_lines(path, self._batch.endpoint, self._work.options.max_line_bytes)
+            return list(islice(lines, limit + 1))
+
+        self._lines = await self._in_thread(read)
+        if not self._lines:
+            error = {"code": "empty_file", "message": "the input file has no lines; give at least one request"}
+        elif len(self._lines) > limit:
+            error = {"code": "too_many_lines", "message": f"the input file has more than {limit} lines; split it"}
+        else:
+            return True
+        errors = {"object": "list", "data": [{**error, "line": None, "param": None}]}
+        end = {"status": "failed", "failed_at": self._now(), "errors": errors}
+        await self._in_thread(lambda: self._work.batches.end(self._batch.id, end))
+        return False
+
+    async def _start(self, journal: Journal) -> None:
+        self._progress.pop("finalizing_at", None)  # of a run that did not end
+        self._progress.setdefault("in_progress_at", self._now())
+        await self._report(journal)
+        if len(journal):
+            logger.info(
+                "batch %s continues: %d of %d lines have a result", self._batch.id, len(journal), len(self._lines)
+            )
+
+    # --- the lines ----------------------------------------------------------------------------------------------------
+
+    async def _compute(self, journal: Journal, writer: JournalWriter) -> str:
+        """Compute the lines without a result; returns the status of the end."""
+        if self._stopped.done():
+            return self._stopped.result()
+        work = asyncio.create_task(self._all_lines(journal, writer))
+        try:
+            while True:
+                either: list[asyncio.Future[Any]] = [work, self._stopped]
+                await asyncio.wait(either, timeout=REPORT_S, return_when=asyncio.FIRST_COMPLETED)
+                if work.done():
+                    _raise_first(work)
+                    return "completed"
+                if self._stopped.done():
+                    return self._stopped.result()
+                await self._report(journal)
+        finally:
+            work.cancel()
+            await asyncio.wait([work])
+
+    async def _all_lines(self, journal: Journal, writer: JournalWriter) -> None:
+        lines = [line for line in self._lines if line.index not in journal]
+        failed = [(line, line.error) for line in lines if line.error is not None]
+        for start in range(0, len(failed), _ERRORS_AT_ONCE):
+            several = failed[start : start + _ERRORS_AT_ONCE]
+            await asyncio.gather(*(self._fail(line, error, writer) for line, error in several))
+        async with asyncio.TaskGroup() as group:
+            for line in lines:
+                if line.error is not None:
+                    continue
+                await self._work.slots.acquire()
+                try:
+                    task = group.create_task(self._line(line, writer))
+                except BaseException:
+                    self._work.slots.release()
+                    raise
+                task.add_done_callback(lambda _: self._work.slots.release())
+                await asyncio.sleep(0)  # a burst would hold up every stream of this process
+
+    async def _line(self, line: InputLine, writer: JournalWriter) -> None:
+        """Answer one line, durably."""
+        try:
+            custom_id, body = await self._inline_or_thread(line.length, lambda: self._request(line))
+        except LineError as error:
+            await self._fail(line, error, writer)
+            return
+        answer = await self._answer(line, body)
+        record, model = await self._inline_or_thread(
+            len(answer.body), lambda: record_of(self._batch.id, line.index, custom_id, answer)
+        )
+        if model is not None:
+            self._progress.setdefault("model", model)
+        await writer.append(record)
+        _count(record)
+
+    def _request(self, line: InputLine) -> tuple[str, bytes]:
+        parsed = parse_line(read_line(self._path / "input.jsonl", line), self._batch.endpoint)
+        return parsed.custom_id, request_body(self._batch.endpoint, parsed.body)
+
+    async def _answer(self, line: InputLine, body: bytes) -> Answer:
+        """Send a line until its answer is final."""
+        num_attempts = 0
+        while True:
+            request_id = line_id(self._batch.id, line.index)
+            answer = await self._work.call(self._batch.endpoint, body, request_id, self._batch.id)
+            num_attempts += 1
+            if not is_temporary(answer, num_attempts):
+                return answer
+            await asyncio.sleep(retry_delay_s(num_attempts))
+
+    async def _fail(self, line: InputLine, error: LineError, writer: JournalWriter) -> None:
+        record = _error_record(self._batch.id, line.index, error)
+        await writer.append(record)
+        _count(record)
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    async def _expire(self, journal: Journal, writer: JournalWriter) -> None:
+        """Give every line without a result an error."""
+        lines = [line for line in self._lines if line.index not in journal]
+        custom_ids = await self._in_thread(lambda: [self._custom_id(line) for line in lines])
+        problem = f"the batch has expired: the line was not computed within {self._batch.completion_window}"
+        errors = [LineError("batch_expired", problem, custom_id) for custom_id in custom_ids]
+        records = [_error_record(self._batch.id, line.index, e) for line, e in zip(lines, errors, strict=True)]
+        await asyncio.gather(*(writer.append(record) for record in records))
+
+    def _custom_id(self, line: InputLine) -> str | None:
+        if line.error is not None:
+            return line.error.custom_id
+        return parse_line(read_line(self._path / "input.jsonl", line), self._batch.endpoint).custom_id
+
+    def _finish(self, journal: Journal, status: str) -> None:
+        journal.require_claim()
+        output = write_outputs(self._work.files, self._batch, journal)
+        end = self._described(journal) | output | {"status": status, f"{status}_at": self._now()}
+        if not self._work.batches.end(self._batch.id, end):
+            for file_id in filter(None, output.values()):
+                self._work.files.delete(file_id)
+
+    # --- progress -----------------------------------------------------------------------------------------------------
+
+    async def _report(self, journal: Journal) -> None:
+        described = self._described(journal)
+        await self._in_thread(lambda: self._work.batches.report(self._batch.id, journal.number, described))
+
+    def _described(self, journal: Journal) -> dict[str, Any]:
+        tokens, num_errors = journal.tokens, journal.num_errors
+        counts = {"total": len(self._lines), "completed": len(journal) - num_errors, "failed": num_errors}
+        usage = {
+            "input_tokens": tokens.input,
+            "input_tokens_details": {"cached_tokens": tokens.cached},
+            "output_tokens": tokens.output,
+            "output_tokens_details": {"reasoning_tokens": tokens.reasoning},
+            "total_tokens": tokens.input + tokens.output,
+        }
+        return {**self._progress, "request_counts": counts, "usage": usage}
+
+    def _now(self) -> int:
+        return int(self._work.clock())
+
+    async def _in_thread(self, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._work.executor, function)
+
+    async def _inline_or_thread(self, num_bytes: int, function: Callable[[], T]) -> T:
+        return function() if num_bytes <= _INLINE_BYTES else await self._in_thread(function)
+
+
+def _error_record(batch_id: str, index: int, error: LineError) -> Record:
+    text = encode_json(error_line(batch_id, index, error)).encode(errors="backslashreplace")
+    return Record(index, is_error=True, text=text)
+
+
+def _count(record: Record) -> None:
+    ingress_recorder().increment(BATCH_LINES, outcome="failed" if record.is_error else "completed")
+
+
+def _raise_first(task: asyncio.Task[None]) -> None:
+    """Raise the first of the errors of a group of tasks."""
+    error = task.exception()
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if error is not None:
+        raise error
