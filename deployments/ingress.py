@@ -19,15 +19,13 @@ from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
 from deployments.api.api_keys import ApiKeys
-from deployments.api.application import Application, EndpointApp
+from deployments.api.application import Application
+from deployments.api.batches.lines import line_call
 from deployments.api.endpoints import Endpoints
 from deployments.api.lazy_prompt_builder import LazyPromptBuilder
-from deployments.api.middleware import RecordRequests
 from deployments.api.pooling.serving import PoolingServing
 from deployments.api.responses.store import StoredResponse
 from deployments.api.serving import Serving
-from deployments.batches.answers import ENDPOINTS
-from deployments.batches.in_process import InProcessApp
 from deployments.batches.service import BatchService
 from deployments.config import AppConfig
 from deployments.observability.ingress_metrics import INGRESS_INFO, REPLICAS_MIN, ingress_recorder
@@ -125,14 +123,9 @@ class Ingress:
         await asyncio.to_thread(self._tracer.close)
 
     def _start_batches(self, batches: BatchService) -> None:
-        apps = {
-            route.path: RecordRequests(EndpointApp(route.endpoint), self._finish)
-            for route in self.endpoints.routes
-            if route.path in ENDPOINTS
-        }
         # A few more than run, so that the next ones are tokenised when there is room.
         batches.start(
-            InProcessApp(apps),
+            line_call(self.endpoints.routes, self._finish),
             lambda: min(MAX_LINES, 8 + max(1, len(self._view.replicas)) * self._max_background * 5 // 4),
             self._observe_other_ingresses,
         )

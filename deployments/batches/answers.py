@@ -29,9 +29,9 @@ def request_body(endpoint: str, body: dict[str, Any]) -> bytes:
 
 def is_temporary(answer: Answer, num_attempts: int) -> bool:
     """Whether a request is to be sent again after this answer."""
-    if answer.status not in (408, 499, 500, 503):
+    if answer.status not in (408, 429, 499, 500, 502, 503, 504):
         return False
-    is_busy = answer.status == 503 and _error_code(answer.body) != "replica_lost"
+    is_busy = answer.status in (429, 502, 503, 504) and _error_code(answer.body) != "replica_lost"
     return is_busy or num_attempts < MAX_ATTEMPTS
 
 

@@ -17,35 +17,29 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar
 
-from deployments.api.json_response import encode_json
-from deployments.batches.answers import is_temporary, record_of, request_body, retry_delay_s
 from deployments.batches.batch_store import BatchStore, State
 from deployments.batches.disk import Disk
 from deployments.batches.file_store import FileStore
-from deployments.batches.in_process import Answer, LineCall
+from deployments.batches.in_process import LineCall
 from deployments.batches.input_lines import (
     InputLine,
     LineError,
-    error_line,
     input_lines,
-    line_id,
     parse_line,
     read_line,
 )
-from deployments.batches.journal import Journal, Record
+from deployments.batches.journal import Journal
 from deployments.batches.journal_writer import JournalWriter
+from deployments.batches.line_runner import LineRunner, error_record
 from deployments.batches.line_slots import LineSlots
 from deployments.batches.options import BatchOptions
 from deployments.batches.outputs import write_outputs
-from deployments.observability.ingress_metrics import BATCH_LINES, ingress_recorder
 
 __all__ = ["BatchRun", "Workplace"]
 
 logger = logging.getLogger("ray.serve")
 
 REPORT_S = 1.0
-_ERRORS_AT_ONCE = 256  # lines
-_INLINE_BYTES = 2**16  # a longer line or answer would delay every stream of this process
 T = TypeVar("T")
 
 
@@ -90,6 +84,9 @@ class BatchRun:
         self._path = work.batches.path(state.batch.id)
         self._progress: dict[str, Any] = dict(state.progress)
         self._lines: Sequence[InputLine] = ()
+        self._runner = LineRunner(
+            self._batch.id, self._path / "input.jsonl", self._batch.endpoint, work.call, work.slots, work.executor
+        )
         self._stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def stop(self, status: str) -> None:
@@ -155,7 +152,9 @@ class BatchRun:
         """Compute the lines without a result; returns the status of the end."""
         if self._stopped.done():
             return self._stopped.result()
-        work = asyncio.create_task(self._all_lines(journal, writer))
+        work = asyncio.create_task(
+            self._runner.run([line for line in self._lines if line.index not in journal], writer)
+        )
         try:
             while True:
                 either: list[asyncio.Future[Any]] = [work, self._stopped]
@@ -170,61 +169,6 @@ class BatchRun:
             work.cancel()
             await asyncio.wait([work])
 
-    async def _all_lines(self, journal: Journal, writer: JournalWriter) -> None:
-        lines = [line for line in self._lines if line.index not in journal]
-        failed = [(line, line.error) for line in lines if line.error is not None]
-        for start in range(0, len(failed), _ERRORS_AT_ONCE):
-            several = failed[start : start + _ERRORS_AT_ONCE]
-            await asyncio.gather(*(self._fail(line, error, writer) for line, error in several))
-        async with asyncio.TaskGroup() as group:
-            for line in lines:
-                if line.error is not None:
-                    continue
-                await self._work.slots.acquire()
-                try:
-                    task = group.create_task(self._line(line, writer))
-                except BaseException:
-                    self._work.slots.release()
-                    raise
-                task.add_done_callback(lambda _: self._work.slots.release())
-                await asyncio.sleep(0)  # a burst would hold up every stream of this process
-
-    async def _line(self, line: InputLine, writer: JournalWriter) -> None:
-        """Answer one line, durably."""
-        try:
-            custom_id, body = await self._inline_or_thread(line.length, lambda: self._request(line))
-        except LineError as error:
-            await self._fail(line, error, writer)
-            return
-        answer = await self._answer(line, body)
-        record, model = await self._inline_or_thread(
-            len(answer.body), lambda: record_of(self._batch.id, line.index, custom_id, answer)
-        )
-        if model is not None:
-            self._progress.setdefault("model", model)
-        await writer.append(record)
-        _count(record)
-
-    def _request(self, line: InputLine) -> tuple[str, bytes]:
-        parsed = parse_line(read_line(self._path / "input.jsonl", line), self._batch.endpoint)
-        return parsed.custom_id, request_body(self._batch.endpoint, parsed.body)
-
-    async def _answer(self, line: InputLine, body: bytes) -> Answer:
-        """Send a line until its answer is final."""
-        num_attempts = 0
-        while True:
-            request_id = line_id(self._batch.id, line.index)
-            answer = await self._work.call(self._batch.endpoint, body, request_id, self._batch.id)
-            num_attempts += 1
-            if not is_temporary(answer, num_attempts):
-                return answer
-            await asyncio.sleep(retry_delay_s(num_attempts))
-
-    async def _fail(self, line: InputLine, error: LineError, writer: JournalWriter) -> None:
-        record = _error_record(self._batch.id, line.index, error)
-        await writer.append(record)
-        _count(record)
-
     # --- the end ------------------------------------------------------------------------------------------------------
 
     async def _expire(self, journal: Journal, writer: JournalWriter) -> None:
@@ -233,7 +177,7 @@ class BatchRun:
         custom_ids = await self._in_thread(lambda: [self._custom_id(line) for line in lines])
         problem = f"the batch has expired: the line was not computed within {self._batch.completion_window}"
         errors = [LineError("batch_expired", problem, custom_id) for custom_id in custom_ids]
-        records = [_error_record(self._batch.id, line.index, e) for line, e in zip(lines, errors, strict=True)]
+        records = [error_record(self._batch.id, line.index, e) for line, e in zip(lines, errors, strict=True)]
         await asyncio.gather(*(writer.append(record) for record in records))
 
     def _custom_id(self, line: InputLine) -> str | None:
@@ -265,25 +209,18 @@ class BatchRun:
             "output_tokens_details": {"reasoning_tokens": tokens.reasoning},
             "total_tokens": tokens.input + tokens.output,
         }
-        return {**self._progress, "request_counts": counts, "usage": usage}
+        return {
+            **self._progress,
+            "model": self._runner.model or self._progress.get("model"),
+            "request_counts": counts,
+            "usage": usage,
+        }
 
     def _now(self) -> int:
         return int(self._work.clock())
 
     async def _in_thread(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._work.executor, function)
-
-    async def _inline_or_thread(self, num_bytes: int, function: Callable[[], T]) -> T:
-        return function() if num_bytes <= _INLINE_BYTES else await self._in_thread(function)
-
-
-def _error_record(batch_id: str, index: int, error: LineError) -> Record:
-    text = encode_json(error_line(batch_id, index, error)).encode(errors="backslashreplace")
-    return Record(index, is_error=True, text=text)
-
-
-def _count(record: Record) -> None:
-    ingress_recorder().increment(BATCH_LINES, outcome="failed" if record.is_error else "completed")
 
 
 def _raise_first(task: asyncio.Task[None]) -> None:

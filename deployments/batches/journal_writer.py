@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import Executor
+from typing import Protocol
 
-from deployments.batches.journal import Journal, Record
+from deployments.batches.journal import Record
 
 __all__ = ["JournalWriter"]
+
+
+class Results(Protocol):
+    """What results are appended to: the journal of a batch, or the file of a run without a server."""
+
+    def append(self, records: list[Record]) -> None:
+        """Make results durable, or raise OSError."""
+
+    def close(self) -> None:
+        """Close the file."""
 
 
 class JournalWriter:
@@ -18,7 +29,7 @@ class JournalWriter:
         executor: has the thread.
     """
 
-    def __init__(self, journal: Journal, executor: Executor) -> None:
+    def __init__(self, journal: Results, executor: Executor) -> None:
         self._journal = journal
         self._executor = executor
         self._pending: list[tuple[Record, asyncio.Future[None]]] = []

@@ -153,6 +153,7 @@ class Dispatcher:
         decision = self._view.choose(dispatch, candidates)
         ingress_recorder().increment(ROUTING_DECISIONS, outcome=decision.outcome)
         ingress_recorder().observe(ROUTING_DECISION_SECONDS, perf_counter() - started)
+        num_others = self._num_others(decision.order[0])  # without this one, which is not counted below at first
         try:
             self._links[decision.order[0]].submit(dispatch)
         except RequestError as error:
@@ -161,7 +162,7 @@ class Dispatcher:
             self._view.sent(dispatch, decision)
             if is_background:
                 dispatch.deadline = self._loop.time() + self.request_timeout_s
-                self.background.sent(dispatch, self._num_others(dispatch.replica))
+                self.background.sent(dispatch, num_others)
             else:
                 self._pause_excess(dispatch.replica)
         return True

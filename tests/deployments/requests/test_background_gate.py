@@ -166,6 +166,20 @@ async def test_they_make_room_for_another_request_and_continue_after_it(
         front.dispatcher.close()
 
 
+async def test_they_do_not_hinder_each_other(peers: Peers) -> None:
+    """All are sent at once, and the next ones as soon as they are given."""
+    front = Front(peers)
+    try:
+        await front.add("a")
+        steps = StepGate(front.replicas["a"].runner)
+        requests = [EngineRequest(str(n), [n], SamplingParams(), priority=BACKGROUND_PRIORITY) for n in range(1, 7)]
+        for request in requests:
+            assert front.dispatcher.send(request, [], avoid=[], deadline=inf).replica == "a"
+        steps.opened.set()
+    finally:
+        front.dispatcher.close()
+
+
 async def test_they_wait_for_a_first_replica_and_may_be_cancelled(peers: Peers) -> None:
     front = Front(peers)
     try:
