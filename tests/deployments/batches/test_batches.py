@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from array import array
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -11,7 +13,10 @@ import pytest
 from starlette.testclient import TestClient
 
 from deployments.requests.background_gate import BACKGROUND_PRIORITY
-from tests.deployments.batches.conftest import BODY, COMPLETIONS, ended, line, lines_of, run, upload
+from engine.outputs import EngineOutput, FinishReason
+from tests.deployments.api.conftest import POOLED
+from tests.deployments.batches.conftest import BODY, COMPLETIONS, ended, line, lines_of, official, run, upload
+from tests.deployments.conftest import OpenClient
 from tests.deployments.fakes import FakeDispatch, FakeEngines, output
 from tests.waiting import until
 
@@ -162,6 +167,22 @@ def test_output_is_no_input_and_expires_when_it_is_asked_to(api: openai.OpenAI, 
     body = {"input_file_id": output.id, "endpoint": COMPLETIONS, "completion_window": "24h"}
     answer = web.post("/v1/batches", json=body)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_purpose")
+
+
+def test_embeddings(open_client: OpenClient, engines: FakeEngines, tmp_path: Path) -> None:
+    engines.engine_info = POOLED
+    vector = array("f", [0.5]).tobytes()
+    engines.scripts = [[EngineOutput("id", 0, [], FinishReason.STOP, is_last=True, replica="r1", pooled=vector)]]
+    api = official(open_client(task="embed", batches={"directory": str(tmp_path)}))
+    lines = [line(f"r{number}", "/v1/embeddings", input=["a", "b"]) for number in range(3)]
+    batch = run(api, "\n".join(lines), "/v1/embeddings")
+    for item in lines_of(api, batch.output_file_id):
+        assert [data["embedding"] for data in item["response"]["body"]["data"]] == [[0.5], [0.5]]
+    assert batch.usage is not None
+    assert batch.usage.input_tokens == batch.usage.total_tokens > 0
+    file = upload(api, line("a"))
+    with pytest.raises(openai.BadRequestError, match="give /v1/embeddings"):
+        api.batches.create(input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h")
 
 
 @pytest.mark.parametrize("batch_id", ["batch_" + "0" * 32, "batch_none", "..", "x" * 300])
