@@ -69,7 +69,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> It
     def change(args: dict[str, Any]) -> None:
         args["limits"]["max_body_bytes"] = 2**20
         args["engine"]["dtype"] = "float32"
-        args["batches"]["directory"] = str(tmp_path_factory.mktemp("batches"))
+        args["batches"].update(directory=str(tmp_path_factory.mktemp("batches")), max_file_bytes=2**20)
 
     traces = {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{collector.url}/v1/traces", "OTEL_BSP_SCHEDULE_DELAY": "200"}
     with running_server(tmp_path_factory.mktemp("server"), change, environment=traces) as running:

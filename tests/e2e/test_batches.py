@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import psutil
 import pytest
@@ -86,6 +87,17 @@ def test_a_running_batch_is_cancelled_and_keeps_what_is_done(api: openai.OpenAI,
     assert last.status == "cancelled"
     assert "short" in texts_of(api, last)
     until(lambda: not any(server.usage().values()), "the engines are free", details=server.usage)
+
+
+@pytest.mark.parametrize("num_bytes", [2**20 + 1, 2**22])
+def test_a_file_that_is_too_large_is_refused_through_the_proxy(server: Server, num_bytes: int) -> None:
+    """Each of its framings: with a length, and in chunks, where the answer comes before the end of the body."""
+    head = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
+    headers = {"content-type": "multipart/form-data; boundary=b"}
+    parts = [head, *[b"x" * 2**16] * (num_bytes // 2**16), b"x" * (num_bytes % 2**16), b"\r\n--b--\r\n"]
+    for content in (b"".join(parts), iter(parts)):
+        answer = httpx.post(f"{server.url}/v1/files", content=content, headers=headers, timeout=HANG_S)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "file_too_large")
 
 
 NUM_LINES = 240

@@ -130,6 +130,27 @@ def test_a_batch_is_cancelled(api: openai.OpenAI, engines: FakeEngines, monkeypa
     assert api.batches.cancel(batch.id).status == "cancelled"
 
 
+def test_an_ingress_that_stops_leaves_its_batches_to_another(
+    open_client: OpenClient, engines: FakeEngines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (open_client(batches={"directory": str(tmp_path)}) for _ in range(2))
+    scripts, engines.scripts = engines.scripts, [[None, output([70], "stop")]]
+    monkeypatch.setattr(FakeDispatch, "wait", never)
+    api = official(second)
+    file = upload(api, "\n".join([*(line(f"r{number}") for number in range(5)), "{broken"]))
+    batch = api.batches.create(input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h")
+    until(lambda: len(engines.dispatches) == 5, "the first ingress has sent all lines")
+    assert official(second).batches.retrieve(batch.id).status == "in_progress"
+    engines.scripts = scripts
+    first.__exit__(None, None, None)
+    last = ended(api, batch.id)
+    assert last.request_counts is not None
+    assert last.request_counts.to_dict() == {"total": 6, "completed": 5, "failed": 1}
+    assert [item["custom_id"] for item in lines_of(api, last.output_file_id)] == [f"r{number}" for number in range(5)]
+    assert last.in_progress_at is not None
+    assert len(engines.dispatches) == 10
+
+
 def test_batches_are_listed_page_by_page(api: openai.OpenAI) -> None:
     ids = [run(api, line("a")).id for _ in range(3)]
     assert [batch.id for batch in api.batches.list()] == ids[::-1]
