@@ -12,6 +12,7 @@ import numpy as np
 import openai
 import pytest
 
+from tests.deployments.batches.conftest import line, lines_of, run
 from tests.e2e.server import Server, running_server
 from tests.engine.pooling import oracle
 from tests.engine.pooling.checkpoints import HIDDEN, save_model, save_sentence_files
@@ -35,6 +36,7 @@ def embedding_server(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path)
     def change(args: dict[str, Any]) -> None:
         args.update(model=str(checkpoint), model_name="tiny", task="embed", pooling={"matryoshka": True})
         args["replicas"].update(num_engine_replicas=2, cpus_per_engine=0.1)
+        args["batches"]["directory"] = str(tmp_path_factory.mktemp("batches"))
 
     with running_server(tmp_path_factory.mktemp("embeddings"), change) as running:
         yield running
@@ -71,3 +73,17 @@ def test_openais_client_gets_the_vectors_of_sentence_transformers(embedding_serv
     finished = [value for (name, _), value in samples.items() if name == "pagoda_requests_finished_total"]
     assert sum(finished) >= NUM_MANY
     embedding_server.wait_for_line("path=/v1/embeddings")  # Ray forwards the ingress's lines a little later
+
+
+@pytest.mark.long
+def test_a_batch_has_the_vectors_of_single_requests(embedding_server: Server) -> None:
+    with openai.OpenAI(base_url=f"{embedding_server.url}/v1", api_key="none", max_retries=0) as client:
+        lines = [line(str(number), "/v1/embeddings", model="tiny", input=TEXTS * (number + 1)) for number in range(40)]
+        batch = run(client, "\n".join(lines), "/v1/embeddings")
+        assert batch.status == "completed"
+        direct = [item.embedding for item in client.embeddings.create(model="tiny", input=TEXTS).data]
+        results = lines_of(client, batch.output_file_id)
+    assert [item["custom_id"] for item in results] == [str(number) for number in range(40)]
+    for number, item in enumerate(results):
+        vectors = [data["embedding"] for data in item["response"]["body"]["data"]]
+        np.testing.assert_allclose(vectors, direct * (number + 1), atol=1e-5)
