@@ -127,7 +127,11 @@ class Journal:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND
         self._file = os.open(self._segment(self.number), flags, 0o600)
         self._size = 0
-        disk.sync_directory(directory)
+        try:
+            disk.sync_directory(directory)
+        except OSError:
+            self.close()
+            raise
 
     def __contains__(self, index: int) -> bool:
         return index in self._results

@@ -20,7 +20,7 @@ from deployments.observability.ingress_metrics import BATCH_LINES, ingress_recor
 __all__ = ["LineRunner", "error_record"]
 
 _ERRORS_AT_ONCE = 256  # lines
-_INLINE_BYTES = 2**16  # a longer line or answer would delay every stream of this process
+_INLINE_BYTES = 2**16  # a longer answer would delay every stream of this process
 T = TypeVar("T")
 
 
@@ -85,14 +85,16 @@ class LineRunner:
     async def _line(self, line: InputLine, writer: JournalWriter) -> None:
         """Answer one line, durably."""
         try:
-            custom_id, body = await self._inline_or_thread(line.length, lambda: self._request(line))
+            custom_id, body = await self._in_thread(lambda: self._request(line))  # it reads, perhaps over a network
         except LineError as error:
             await self._fail(line, error, writer)
             return
         answer = await self._answer(line, body)
-        record, model = await self._inline_or_thread(
-            len(answer.body), lambda: record_of(self._batch_id, line.index, custom_id, answer)
-        )
+
+        def result() -> tuple[Record, str | None]:
+            return record_of(self._batch_id, line.index, custom_id, answer)
+
+        record, model = result() if len(answer.body) <= _INLINE_BYTES else await self._in_thread(result)
         self.model = self.model or model
         await writer.append(record)
         _count(record)
@@ -117,9 +119,7 @@ class LineRunner:
         await writer.append(record)
         _count(record)
 
-    async def _inline_or_thread(self, num_bytes: int, function: Callable[[], T]) -> T:
-        if num_bytes <= _INLINE_BYTES:
-            return function()
+    async def _in_thread(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function)
 
 
