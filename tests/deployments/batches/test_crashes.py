@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,16 @@ async def test_a_runner_that_was_taken_for_dead_changes_nothing(tmp_path: Path, 
     check(successor, batch_id)
 
 
+async def test_the_first_end_of_a_batch_stays(tmp_path: Path, executor: Executor) -> None:
+    batch_id = new_batch(tmp_path, executor)
+    work = workplace(tmp_path, executor, FaultyDisk(), Engines())
+    await run(work, batch_id)
+    first = work.batches.get(batch_id)
+    assert not work.batches.end(batch_id, {"status": "cancelled", "output_file_id": None})
+    assert work.batches.get(batch_id) == first
+    check(work, batch_id)
+
+
 async def test_an_expired_batch_keeps_what_it_has(tmp_path: Path, executor: Executor) -> None:
     batch_id, pause = new_batch(tmp_path, executor), asyncio.Event()
     work = workplace(tmp_path, executor, FaultyDisk(), Engines(pause))
@@ -238,7 +249,9 @@ def test_a_segment_that_is_cut_or_damaged_counts_up_to_there(
     texts = [*second.texts(is_error=False), *second.texts(is_error=True)]
     assert Counter(texts) == Counter(record.text for record in records)
     second.close()
-    path.write_bytes(b"".join(record.encoded() for record in records))  # a runner taken for dead goes on
+    # The first runner was only taken for dead, and goes on with other results. Those that count already stay.
+    late = [replace(record, text=record.text + b" late") for record in records[num_whole:]]
+    path.write_bytes(b"".join(record.encoded() for record in [*records[:num_whole], *late]))
     third = Journal(FaultyDisk(), directory, 3)
     assert Counter([*third.texts(is_error=False), *third.texts(is_error=True)]) == Counter(texts)
     third.close()
