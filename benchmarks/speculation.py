@@ -35,7 +35,8 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
-from engine.scheduling.drafting.drafter import Drafter, Proposer
+from engine.scheduling.drafting.drafter import Drafter
+from engine.scheduling.drafting.proposer import Proposer
 from engine.sequence import Sequence
 
 __all__ = ["Gain", "measure"]
@@ -66,7 +67,7 @@ class _Speed(NamedTuple):
     per_cpu_s: float
 
 
-class PlantedProposer:
+class PlantedProposer(Proposer):
     """Proposes the tokens of known answers; each is right with a given probability."""
 
     def __init__(self, answers: dict[str, list[int]], rate: float) -> None:

@@ -1,4 +1,4 @@
-"""EngineConfig: every option of an engine, those of speculative decoding included, checked once and immutable.
+"""EngineConfig: every option of an engine, checked once and immutable.
 
 It does not read the checkpoint: values that depend on it (``dtype='auto'``, the context length, the number of blocks)
 are resolved when the model is loaded. It is a plain dataclass, so the engine runs where only torch and transformers are
@@ -8,7 +8,6 @@ installed.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import os
 import re
@@ -29,6 +28,8 @@ from engine.options.rules import (
     optional,
     rules_of,
 )
+from engine.options.speculative_config import SpeculativeConfig
+from engine.options.unknown import hint
 from engine.pooling.info import PoolingInfo
 from kernels.attention.registry import BACKENDS
 from kernels.attention.window import Window
@@ -36,84 +37,9 @@ from kernels.linear.registry import QUANTIZATIONS
 
 __all__ = ["EngineConfig", "SpeculativeConfig"]
 
-MAX_DRAFT_TOKENS = 128
-MAX_NGRAM = 64
-LONGEST_NGRAM = 5
-SHORTEST_NGRAM = 3
 DEFAULT_MAX_LOGPROBS = 20  # as in vLLM
 LEAST_FLOAT = math.nextafter(0.0, 1.0)
 MAX_FLOAT = sys.float_info.max
-
-
-def _hint(name: object, known: list[str]) -> str:
-    """Return the option that was probably meant, or all of them."""
-    near = difflib.get_close_matches(str(name), known, n=1)
-    return f"did you mean '{near[0]}'?" if near else f"known options: {', '.join(known)}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpeculativeConfig:
-    """The options of ``speculative_config``, named as in vLLM.
-
-    Attributes:
-        method: ``ngram``: the draft tokens are those that followed the latest earlier occurrence of the sequence's last
-            tokens (prompt lookup decoding, A. Saxena, 2023). The ``prediction`` of a request comes first.
-        num_speculative_tokens: most draft tokens of a sequence in one step, at most 128. With ``max_decode_slowdown``,
-            fewer are computed where they do not pay.
-        prompt_lookup_max: longest n-gram that is looked up; default 5, or prompt_lookup_min if that is more.
-        prompt_lookup_min: shortest n-gram; default 3, or prompt_lookup_max if that is less.
-
-    Raises:
-        ConfigError: for any value out of range.
-    """
-
-    method: Annotated[str, choice("ngram")]
-    num_speculative_tokens: Annotated[int, integer(1, MAX_DRAFT_TOKENS)]
-    prompt_lookup_max: Annotated[int, integer(1, MAX_NGRAM)]
-    prompt_lookup_min: Annotated[int, integer(1, MAX_NGRAM)]
-
-    def __post_init__(self) -> None:
-        apply_rules(self, _SPECULATIVE_RULES, ConfigError, "speculative_config")
-        if self.prompt_lookup_min > self.prompt_lookup_max:
-            raise ConfigError(
-                f"exceeds prompt_lookup_max={self.prompt_lookup_max}",
-                param="speculative_config",
-                part="prompt_lookup_min",
-                value=self.prompt_lookup_min,
-                remedy="lower it",
-            )
-
-    @classmethod
-    def from_options(cls, options: Any) -> SpeculativeConfig:
-        """Build a config from untyped options of YAML or keyword arguments.
-
-        Raises:
-            ConfigError: if ``options`` is not a map, an option is unknown or missing, or a value is out of range.
-        """
-        example = "give, say, {'method': 'ngram', 'num_speculative_tokens': 4}"
-        if not isinstance(options, dict):
-            raise ConfigError("must be a map", param="speculative_config", value=options, remedy=example)
-        known = [field.name for field in dataclasses.fields(cls)]
-        for name in options:
-            if name not in known:
-                problem = f"has the unknown option '{name}'"
-                raise ConfigError(problem, param="speculative_config", remedy=_hint(name, known))
-        for name in ("method", "num_speculative_tokens"):
-            if name not in options:
-                raise ConfigError(f"lacks {name}", param="speculative_config", value=options, remedy=example)
-        return cls(**(_default_lengths(options) | options))
-
-
-_SPECULATIVE_RULES = rules_of(SpeculativeConfig)
-
-
-def _default_lengths(options: dict[str, Any]) -> dict[str, Any]:
-    """Return default lengths of n-grams, consistent with the length that ``options`` may give."""
-    longest, shortest = options.get("prompt_lookup_max"), options.get("prompt_lookup_min")
-    return {
-        "prompt_lookup_max": max(LONGEST_NGRAM, shortest) if isinstance(shortest, int) else LONGEST_NGRAM,
-        "prompt_lookup_min": min(SHORTEST_NGRAM, longest) if isinstance(longest, int) else SHORTEST_NGRAM,
-    }
 
 
 def _checkpoint_path(value: Any) -> Any:
@@ -199,7 +125,7 @@ class EngineConfig:
         seed: seed of the engine's generator, which gives each request without a seed its own.
         speculative_config: speculative decoding: draft tokens that the model verifies in one step. Answers that repeat
             earlier text, or a request's prediction, get faster; no answer changes. A map of the options of
-            SpeculativeConfig, such as ``{"method": "ngram", "num_speculative_tokens": 4}``; None is off.
+            SpeculativeConfig, such as ``{"method": "suffix"}``; None is off.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         num_threads: threads that compute on a CPU, for all ranks together; None takes OMP_NUM_THREADS, else one for
             each core, within the affinity and the quota of CPUs of this process. Engines of one process share them.
@@ -275,7 +201,7 @@ class EngineConfig:
         known = [field.name for field in dataclasses.fields(cls) if field.name != "model"]
         for name in options:
             if name not in known:
-                raise ConfigError(f"unknown engine option '{name}'", remedy=_hint(name, known))
+                raise ConfigError(f"unknown engine option '{name}'", remedy=hint(name, known))
         return cls(model=model, **options)
 
 

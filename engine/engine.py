@@ -27,10 +27,7 @@ from engine.observability.observer import EngineObservers
 from engine.observability.sharing_log import SharingLog
 from engine.outputs import FinishReason, StepOutputs
 from engine.request import EngineRequest, RequestValidator
-from engine.scheduling.drafting.drafter import Drafter, Proposer
-from engine.scheduling.drafting.ngram_proposer import NgramProposer
-from engine.scheduling.drafting.payoff import Payoff
-from engine.scheduling.drafting.prediction_proposer import PredictionProposer
+from engine.scheduling.drafting.configured import new_drafter
 from engine.scheduling.prefill_backlog import PrefillBacklog
 from engine.scheduling.prefill_pace import PrefillPace
 from engine.scheduling.queue_limits import QueueLimits
@@ -267,6 +264,8 @@ class Engine:
     def _remove(self, group: SequenceGroup, rejection: OverloadedError | None = None) -> None:
         """Remove a request that has ended. Every request leaves the engine here."""
         del self._groups[group.request_id]
+        if self.scheduler.drafter is not None:
+            self.scheduler.drafter.learn(group)
         self.observers.request_left(group, rejection)
 
     # --- the step -----------------------------------------------------------------------------------------------
@@ -385,11 +384,8 @@ def _new_scheduler(config: EngineConfig, info: EngineInfo, block_manager: BlockM
         target = config.target_inter_token_ms
         target_s = None if target is None else target / 1e3
         pace = PrefillPace(info.free_tokens, config.max_decode_slowdown, target_s)
-    if (options := config.speculation) is not None:
-        ngrams = NgramProposer(options.prompt_lookup_min, options.prompt_lookup_max)
-        proposers: dict[str, Proposer] = {"prediction": PredictionProposer(), "ngram": ngrams}
-        payoff = None if config.max_decode_slowdown is None else Payoff(info.free_tokens)
-        drafter = Drafter(block_manager, proposers, options.num_speculative_tokens, payoff)
+    if config.speculation is not None:
+        drafter = new_drafter(config, config.speculation, info, block_manager)
     return Scheduler(
         block_manager,
         max_num_seqs=config.max_num_seqs,

@@ -136,7 +136,7 @@ REQUEST_PROMPT = Metric("request_prompt_tokens", "histogram", "Prompt tokens of 
 REQUEST_GENERATION = Metric(
     "request_generation_tokens", "histogram", "Tokens generated for a request.", (), TOKEN_BUCKETS
 )
-_DRAFTERS = (("prediction",), ("ngram",))
+_DRAFTERS = (("prediction",), ("ngram",), ("suffix",))
 DRAFT_TOKENS = Metric(
     "spec_decode_num_draft_tokens",
     "counter",

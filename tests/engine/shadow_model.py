@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from engine.sampling.beam_search import Candidates
 from engine.sampling_params import SamplingParams
+from engine.scheduling.drafting.proposer import Proposer
 from engine.sequence import Sequence
 
 __all__ = [
@@ -74,7 +75,7 @@ def num_candidates(params: SamplingParams, stop_token_ids: frozenset[int]) -> in
     return params.beam_width + len(stop_token_ids)
 
 
-class ShadowProposer:
+class ShadowProposer(Proposer):
     """Proposes the tokens that the shadow runner will sample, sometimes wrongly or too few."""
 
     def __init__(self, ids: PrefixIds) -> None:

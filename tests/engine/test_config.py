@@ -52,7 +52,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
         ({"speculative_config": {"method": "ngram"}}, "lacks num_speculative_tokens; give, say"),
         (
             {"speculative_config": {"method": "eagle", "num_speculative_tokens": 1}},
-            "speculative_config.method='eagle' is unknown; choose ngram",
+            "speculative_config.method='eagle' is unknown; choose one of ngram, suffix",
         ),
         (
             {"speculative_config": NGRAM | {"num_speculative_tokens": 0}},
@@ -72,6 +72,24 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
             {"speculative_config": NGRAM | {"prompt_lookup_mn": 3}},
             "'prompt_lookup_mn'; did you mean 'prompt_lookup_min'",
         ),
+        (
+            {"speculative_config": {"method": "suffix", "prompt_lookup_min": 3}},
+            "prompt_lookup_min=3 is an option of method 'ngram', not of 'suffix'; remove it",
+        ),
+        (
+            {"speculative_config": NGRAM | {"suffix_decoding_max_cached_requests": 9}},
+            "suffix_decoding_max_cached_requests=9 is an option of method 'suffix', not of 'ngram'",
+        ),
+        (
+            {"speculative_config": {"method": "suffix", "suffix_decoding_max_tree_depth": 500}},
+            "suffix_decoding_max_tree_depth=500 .* at most 128",
+        ),
+        (
+            {"speculative_config": {"method": "suffix", "suffix_decoding_min_token_prob": 1.5}},
+            r"suffix_decoding_min_token_prob=1.5 .*in \[0, 1\]",
+        ),
+        ({"speculative_config": {"method": ["suffix"]}}, r"lacks num_speculative_tokens"),
+        ({"speculative_config": NGRAM | {"method": ["suffix"]}}, r"method=\['suffix'\] is unknown; choose"),
         ({"speculative_config": NGRAM | {"frobnicate": 3}}, "'frobnicate'; known options: method, num_speculative"),
     ],
 )
@@ -120,6 +138,13 @@ def test_default_lengths_of_ngrams(options: dict[str, int], lengths: tuple[int, 
     assert speculation is not None
     assert (speculation.prompt_lookup_min, speculation.prompt_lookup_max) == lengths
     assert speculation.num_speculative_tokens == 4
+
+
+@pytest.mark.parametrize(("options", "number"), [({}, 24), ({"suffix_decoding_max_tree_depth": 9}, 9)])
+def test_suffix_decoding_needs_no_number_of_tokens(options: dict[str, int], number: int) -> None:
+    speculation = EngineConfig(model="m", speculative_config={"method": "suffix", **options}).speculation
+    assert speculation is not None
+    assert speculation.num_speculative_tokens == number
 
 
 def test_speculative_decoding_is_off_by_default() -> None:

@@ -35,6 +35,11 @@ class Acceptance:
         """Return the probability that the next draft token is right."""
         return self._record(sequence).rate
 
+    @property
+    def best_rate(self) -> float:
+        """The highest rate of any sequence."""
+        return max(self._mean, max((record.rate for record in self._records.values()), default=0.0))
+
     def is_retried(self, sequence: Sequence) -> bool:
         """Whether a sequence whose drafts do not pay gets a token to find out whether they do now."""
         return sequence.num_tokens % _RETRY_TOKENS == 0

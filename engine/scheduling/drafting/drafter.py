@@ -22,27 +22,23 @@ Blocks that only rejected draft tokens use are freed at the end of the step. Thi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as GenericSequence
-from typing import Protocol
 
 from engine.kv.block_manager import BlockManager
 from engine.scheduling.drafting.acceptance import Acceptance
 from engine.scheduling.drafting.continuations import continuations_of
 from engine.scheduling.drafting.payoff import Payoff
+from engine.scheduling.drafting.proposer import Proposer
 from engine.scheduling.sampled_results import record_logprobs
 from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput
 from engine.scheduling.step_builder import StepBuilder
-from engine.sequence import Sequence
+from engine.sequence import Sequence, SequenceGroup
 
-__all__ = ["Drafter", "Proposer", "accepted_tokens"]
+__all__ = ["Drafter", "accepted_tokens"]
 
 
-class Proposer(Protocol):
-    """Guesses the next tokens of a sequence."""
-
-    def propose(self, sequence: Sequence, limit: int) -> list[int]:
-        """Return up to ``limit`` tokens, or none."""
+_MANY = 5  # sequences, for which one question to Payoff costs less than one to a proposer for each
 
 
 class Drafter:
@@ -88,7 +84,8 @@ class Drafter:
         num_blocks = self._blocks.num_growable_blocks - step.max_blocks_needed()
         num_tokens = sum(step.num_new_tokens)
         num_expected = float(len(step.running) - len(step.not_sampling))  # tokens that the step gives
-        for index, sequence in enumerate(step.running):
+        for index in self._candidates(step, num_tokens, num_expected):
+            sequence = step.running[index]
             if (
                 step.num_new_tokens[index] != 1
                 or index in step.not_sampling
@@ -96,9 +93,9 @@ class Drafter:
                 or not self.may_draft(sequence)
             ):
                 continue
-            limit, num_right = self._limit(sequence, step, num_blocks, num_tokens, num_expected)
-            name, proposed = self._propose(sequence, limit)
-            continuations = continuations_of(sequence, proposed)
+            name, proposed = self._propose(sequence, self._limit(sequence, step, num_blocks))
+            paying, num_right = self._paying(sequence, len(proposed), step, num_tokens, num_expected)
+            continuations = continuations_of(sequence, proposed[:paying])
             self.acceptance.record_draft(sequence, has_draft=bool(continuations))
             if continuations and (self._blocks.states is None or self._blocks.states.back_up(sequence)):
                 draft = continuations[-1].token_ids[len(sequence.token_ids) :]
@@ -106,18 +103,32 @@ class Drafter:
                 step.add_draft(index, draft, continuations, name)
                 num_tokens, num_expected = num_tokens + len(draft), num_expected + num_right
 
-    def _limit(
-        self, sequence: Sequence, step: StepBuilder, num_blocks: int, num_tokens: int, num_expected: float
-    ) -> tuple[int, float]:
-        """Return how many draft tokens fit the rest of the step, these blocks and pay; and how many may be right."""
+    def _candidates(self, step: StepBuilder, num_tokens: int, num_expected: float) -> Iterable[int]:
+        """Return the indices of the sequences that may get drafts: all, unless drafts pay for none of many."""
+        running = step.running
+        if self.payoff is None or len(running) < _MANY:
+            return range(len(running))
+        if self.payoff.draft_tokens(self.acceptance.best_rate, self.num_tokens, num_tokens, num_expected)[0]:
+            return range(len(running))
+        if not self.payoff.may_try(num_tokens, len(running)):
+            return ()
+        return [index for index, sequence in enumerate(running) if self.acceptance.is_retried(sequence)]
+
+    def _limit(self, sequence: Sequence, step: StepBuilder, num_blocks: int) -> int:
+        """Return how many draft tokens fit the rest of the step and these blocks."""
         # The step samples one token more than the draft has, and the last token of an answer is never computed.
         before_end = sequence.max_total_tokens - sequence.num_tokens - 1
         num_slots = (len(sequence.block_table) + max(0, num_blocks)) * self._blocks.block_size - sequence.num_tokens
-        limit = max(0, min(self.num_tokens, step.token_budget, step.chunk_limit - 1, before_end, num_slots))
-        if self.payoff is None or not limit:
-            return limit, 0.0
+        return max(0, min(self.num_tokens, step.token_budget, step.chunk_limit - 1, before_end, num_slots))
+
+    def _paying(
+        self, sequence: Sequence, num_proposed: int, step: StepBuilder, num_tokens: int, num_expected: float
+    ) -> tuple[int, float]:
+        """Return how many of the proposed tokens pay, and how many of these may be right."""
+        if self.payoff is None or not num_proposed:
+            return num_proposed, 0.0
         rate = self.acceptance.rate(sequence)
-        paying, num_right = self.payoff.draft_tokens(rate, limit, num_tokens, num_expected)
+        paying, num_right = self.payoff.draft_tokens(rate, num_proposed, num_tokens, num_expected)
         if not paying and self.acceptance.is_retried(sequence) and self.payoff.may_try(num_tokens, len(step.running)):
             return 1, rate
         return paying, num_right
@@ -134,6 +145,11 @@ class Drafter:
         """Take in how long a step took, for the choice of drafts that pay."""
         if self.payoff is not None:
             self.payoff.record_step(output.num_tokens, seconds)
+
+    def learn(self, group: SequenceGroup) -> None:
+        """Let the proposers take in a request that has left the engine."""
+        for proposer in self.proposers.values():
+            proposer.learn(group)
 
     def accept(self, output: SchedulerOutput, sampled: SampledTokens) -> list[Sequence]:
         """Append what was sampled after the right draft tokens to their sequences, after the token that each has.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from weakref import WeakKeyDictionary
 
+from engine.scheduling.drafting.proposer import Proposer
 from engine.sequence import Sequence
 
 __all__ = ["NgramIndex", "NgramProposer"]
@@ -63,7 +64,7 @@ class NgramIndex:
         self._num_indexed = last
 
 
-class NgramProposer:
+class NgramProposer(Proposer):
     """Proposes draft tokens by prompt lookup; keeps one index per sequence, for as long as the sequence lives.
 
     Args:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
+from engine.scheduling.drafting.proposer import Proposer
 from engine.sequence import Sequence
 
 __all__ = ["PredictionProposer"]
@@ -25,7 +26,7 @@ class _Position:
     is_aligned: bool = True
 
 
-class PredictionProposer:
+class PredictionProposer(Proposer):
     """Follows each sequence through the predicted text of its request; proposes nothing for others."""
 
     def __init__(self) -> None:

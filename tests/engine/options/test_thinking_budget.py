@@ -13,6 +13,7 @@ from engine.options.structured_outputs import StructuredOutputsParams
 from engine.options.thinking_budget import ThinkingBudget
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
+from engine.scheduling.drafting.proposer import Proposer
 from engine.sequence import Sequence
 from tests.engine.conftest import SavedModel
 
@@ -48,7 +49,7 @@ def test_reasoning_ends_at_its_budget_and_the_answer_goes_on(llm: LLM, sampled: 
         assert len(tokens) == 12
 
 
-class Known:
+class Known(Proposer):
     """Proposes the tokens of an answer that is known."""
 
     def __init__(self, answer: list[int]) -> None:

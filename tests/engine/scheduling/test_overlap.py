@@ -10,6 +10,7 @@ from engine.engine import Engine
 from engine.outputs import FinishReason
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
+from engine.scheduling.drafting.proposer import Proposer
 from engine.scheduling.scheduler_output import SchedulerOutput, StepTimes
 from engine.sequence import Sequence
 from tests.engine.shadow import ShadowRunner, check_integrity, make_engine, run_all_to_end
@@ -112,7 +113,7 @@ def test_a_request_that_is_aborted_with_drafts_in_flight_frees_its_states() -> N
     check_integrity(engine)
 
 
-class _SameToken:
+class _SameToken(Proposer):
     """Proposes the same token always."""
 
     def propose(self, sequence: Sequence, limit: int) -> list[int]:

@@ -17,6 +17,7 @@ from engine.llm import LLM, RequestOutput
 from engine.options.structured_outputs import StructuredOutputsParams
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
+from engine.scheduling.drafting.proposer import Proposer
 from engine.structured_outputs import bitmask
 from engine.structured_outputs.grammar import Grammar
 from tests.engine.checkpoints import build_model, save_checkpoint
@@ -125,7 +126,7 @@ def test_every_form_in_a_mixed_batch_is_kept_and_no_neighbour_changed(llm: LLM, 
         assert len({answer[0] for answer, other in zip(alone, kinds, strict=True) if other == kind}) > 1
 
 
-class Known:
+class Known(Proposer):
     """Proposes the tokens of an answer that is known."""
 
     def __init__(self, answer: Sequence[int]) -> None:

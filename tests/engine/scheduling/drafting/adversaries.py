@@ -1,4 +1,4 @@
-"""Proposers for tests: they know the answers, and propose right, wrong, random and illegal tokens."""
+"""Proposers for tests that know the answers: adversaries, and the suffix proposer after it has seen them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import random
 from collections.abc import Sequence as GenericSequence
 
 from engine.llm import LLM, RequestOutput
+from engine.options.speculative_config import SpeculativeConfig
+from engine.scheduling.drafting.proposer import Proposer
+from engine.scheduling.drafting.suffix_proposer import SuffixProposer
 from engine.sequence import Sequence
 
 __all__ = ["PROPOSERS", "Adversary", "let_draft"]
 
-PROPOSERS = ("truth", "wrong", "random", "illegal", "mixed")
+PROPOSERS = ("truth", "wrong", "random", "illegal", "mixed", "suffix")
 
 
-class Adversary:
+class Adversary(Proposer):
     """Proposes tokens of one kind after every sequence.
 
     Args:
@@ -57,7 +60,14 @@ class Adversary:
 
 
 def let_draft(llm: LLM, kind: str, answers: GenericSequence[RequestOutput], seed: int = 0) -> None:
-    """Let an engine with ``speculative_config`` draft what an adversary proposes."""
+    """Let an engine with ``speculative_config`` draft what an adversary or the suffix proposer proposes."""
     drafter = llm.engine.scheduler.drafter
     assert drafter is not None
-    drafter.proposers = {"test": Adversary(kind, answers, llm.engine.info.vocab_size, seed)}
+    if kind != "suffix":
+        drafter.proposers = {"test": Adversary(kind, answers, llm.engine.info.vocab_size, seed)}
+        return
+    suffixes = SuffixProposer(SpeculativeConfig.from_options({"method": "suffix"}))
+    for answer in answers:
+        for completion in answer.outputs:
+            suffixes.answers.add("", [*answer.prompt_token_ids, *completion.token_ids])
+    drafter.proposers = {"test": suffixes}

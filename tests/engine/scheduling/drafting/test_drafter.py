@@ -13,6 +13,7 @@ from engine.outputs import EngineOutput, FinishReason
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.drafting.drafter import accepted_tokens
+from engine.scheduling.drafting.proposer import Proposer
 from engine.scheduling.scheduler_output import SchedulerOutput
 from engine.sequence import Sequence
 from tests.engine.shadow import ShadowRunner, check_integrity, make_engine, run_to_end
@@ -21,7 +22,7 @@ from tests.engine.shadow_model import next_token
 PROMPT = [3, 1, 4, 1, 5]
 
 
-class Oracle:
+class Oracle(Proposer):
     """Proposes the right tokens, except at the positions of an answer that are given as wrong."""
 
     def __init__(self, runner: ShadowRunner, wrong: Collection[int]) -> None:
