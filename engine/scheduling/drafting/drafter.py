@@ -39,6 +39,7 @@ __all__ = ["Drafter", "accepted_tokens"]
 
 
 _MANY = 5  # sequences, for which one question to Payoff costs less than one to a proposer for each
+_SKIPPED_STEPS = 7  # after one in which drafts pay for none of many
 
 
 class Drafter:
@@ -63,6 +64,7 @@ class Drafter:
         self._blocks = block_manager
         self.payoff = payoff
         self.acceptance = Acceptance()
+        self._num_skipped = 0  # steps of many sequences that get no drafts, before Payoff is asked again
 
     def may_draft(self, sequence: Sequence) -> bool:
         """Whether a sequence may get drafts: it is not a beam, and its request has forked all its answers.
@@ -108,9 +110,13 @@ class Drafter:
         running = step.running
         if self.payoff is None or len(running) < _MANY:
             return range(len(running))
+        if self._num_skipped:
+            self._num_skipped -= 1
+            return ()
         if self.payoff.draft_tokens(self.acceptance.best_rate, self.num_tokens, num_tokens, num_expected)[0]:
             return range(len(running))
         if not self.payoff.may_try(num_tokens, len(running)):
+            self._num_skipped = _SKIPPED_STEPS
             return ()
         return [index for index, sequence in enumerate(running) if self.acceptance.is_retried(sequence)]
 

@@ -25,6 +25,7 @@ _MOST_GROWTH = 2.0  # a pause of the machine counts as a step that took twice as
 # The weight of the last step in the mean, and that of the first one after many others.
 _WEIGHT, _STALE_WEIGHT = 0.2, 0.5
 _STALE_STEPS = 100  # after these, a step without drafts is measured again: contexts grow, and other loads come
+_FORGOTTEN_STEPS = 2000  # after these, what a size took is unknown again, so that drafts it has ended are tried once
 _LEAST_CHANCE = 0.02  # of a token that is drafted
 _MARGIN = 1.1  # of the time that a draft adds: what is measured is uncertain
 _MOST_TRIED = 0.15  # of a step's time, once in as many tokens as Acceptance says: about one percent in all
@@ -75,6 +76,10 @@ class Payoff:
             return best, gained
         seconds = self.cost(num_tokens)
         speed = num_expected / seconds
+        most_right = min(limit, rate / (1.0 - rate)) if rate < 1.0 else limit
+        least_seconds = seconds + _MARGIN * (self.cost(num_tokens + 1) - seconds)
+        if (num_expected + most_right) / least_seconds <= speed:  # quick: most often so in a full batch
+            return best, gained
         for count in range(1, limit + 1):
             chance *= rate
             if chance < _LEAST_CHANCE:
@@ -105,17 +110,24 @@ class Payoff:
         if num_tokens >= _SIZES[-1]:
             return costs[-1] * num_tokens / _SIZES[-1]
         index = bisect_left(_SIZES, num_tokens)
-        if _SIZES[index] == num_tokens or not index:
+        if _SIZES[index] == num_tokens:
             return costs[index]
-        share = (num_tokens - _SIZES[index - 1]) / (_SIZES[index] - _SIZES[index - 1])
-        return costs[index - 1] + share * (costs[index] - costs[index - 1])
+        # As it was measured, and not between two sizes: the first draft token of a step makes the sampler prepare
+        # another batch, which takes as long as that of many.
+        in_proportion = costs[index] * max(self._free_tokens, num_tokens) / max(self._free_tokens, _SIZES[index])
+        return max(costs[index - 1], in_proportion)
 
     def _estimate(self) -> list[float]:
         """Return the cost of each size: never less than that of a smaller one, in proportion where none is measured."""
-        measured = [(size, seconds) for size, seconds in zip(_SIZES, self._seconds, strict=True) if seconds is not None]
+        oldest = self._num_steps - _FORGOTTEN_STEPS
+        recent = [
+            seconds if measured_at >= oldest else None
+            for seconds, measured_at in zip(self._seconds, self._measured_at, strict=True)
+        ]
+        measured = [(size, seconds) for size, seconds in zip(_SIZES, recent, strict=True) if seconds is not None]
         anchor_size, anchor = measured[0] if measured else (1, 1.0)
         costs: list[float] = []
-        for size, seconds in zip(_SIZES, self._seconds, strict=True):
+        for size, seconds in zip(_SIZES, recent, strict=True):
             if seconds is not None:
                 anchor_size, anchor = size, max(seconds, costs[-1] if costs else 0.0)
             costs.append(anchor * max(self._free_tokens, size) / max(self._free_tokens, anchor_size))

@@ -75,16 +75,20 @@ class SuffixIndex:
 
     def extend(self, limit: int) -> None:
         """Index the n-grams before the next tokens of the text, at most ``limit``; one takes about a microsecond."""
-        text, latest, previous, offset = self.text, self._latest, self._previous, self._num_dropped
+        latest, previous = self._latest, self._previous
         start = len(previous)
-        for index in range(start, min(len(text), start + limit)):
-            ngram = tuple(text[max(0, index - SHORTEST_MATCH) : index])
-            if len(ngram) < SHORTEST_MATCH or SEPARATOR in ngram:
+        stop = min(len(self.text), start + limit)
+        previous.extend([-1] * (min(stop, SHORTEST_MATCH) - start))
+        first = max(start, SHORTEST_MATCH)
+        tokens = self.text[first - SHORTEST_MATCH : max(first, stop) - 1]
+        shifted = [tokens[index:] for index in range(SHORTEST_MATCH)]
+        for position, ngram in enumerate(zip(*shifted, strict=False), self._num_dropped + first):
+            if SEPARATOR in ngram:
                 previous.append(-1)
                 continue
             key = hash(ngram)
             previous.append(latest.get(key, -1))
-            latest[key] = offset + index
+            latest[key] = position
 
     def drop(self, count: int) -> None:
         """Forget the first ``count`` tokens."""
