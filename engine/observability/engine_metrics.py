@@ -20,6 +20,7 @@ from engine.observability.metrics import (
     CACHE_QUERIES,
     DECODE_TIME,
     DRAFT_TOKENS,
+    DRAFTS,
     E2E_LATENCY,
     ENGINE_INFO,
     ENGINE_START_TIME,
@@ -184,11 +185,12 @@ class EngineMetrics(EngineObserver):
         times.last_token = now
 
     def _report_drafts(self, output: SchedulerOutput) -> None:
-        drafted, accepted = Counter[str](), Counter[str]()
+        drafts, drafted, accepted = Counter(output.proposers.values()), Counter[str](), Counter[str]()
         for sequence, draft in output.drafts.items():
             drafted[output.proposers[sequence]] += len(draft)
             accepted[output.proposers[sequence]] += output.num_accepted.get(sequence, 0)
         for drafter, count in drafted.items():
+            self._sink.increment(DRAFTS, drafts[drafter], drafter=drafter)
             self._sink.increment(DRAFT_TOKENS, count, drafter=drafter)
             if accepted[drafter]:
                 self._sink.increment(ACCEPTED_TOKENS, accepted[drafter], drafter=drafter)

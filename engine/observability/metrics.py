@@ -137,6 +137,13 @@ REQUEST_GENERATION = Metric(
     "request_generation_tokens", "histogram", "Tokens generated for a request.", (), TOKEN_BUCKETS
 )
 _DRAFTERS = (("prediction",), ("ngram",), ("suffix",))
+DRAFTS = Metric(
+    "spec_decode_num_drafts",
+    "counter",
+    "Drafts of speculative decoding, one for each sequence and step that has one, by drafter.",
+    ("drafter",),
+    known=_DRAFTERS,
+)
 DRAFT_TOKENS = Metric(
     "spec_decode_num_draft_tokens",
     "counter",

@@ -19,6 +19,7 @@ from k8s.monitoring.rows.kv_cache import KV_CACHE
 from k8s.monitoring.rows.latency_and_errors import LATENCY_AND_ERRORS
 from k8s.monitoring.rows.routing import ROUTING
 from k8s.monitoring.rows.saturation import SATURATION
+from k8s.monitoring.rows.speculation import SPECULATION
 from k8s.monitoring.rows.throughput import THROUGHPUT
 
 __all__ = ["PATH", "as_text", "dashboard", "main"]
@@ -29,6 +30,7 @@ COLUMNS = 24
 ROWS = {
     "What users feel": LATENCY_AND_ERRORS,
     "Throughput": THROUGHPUT,
+    "Speculative decoding": SPECULATION,
     "KV cache": KV_CACHE,
     "Routing": ROUTING,
     "Saturation": SATURATION,

@@ -231,6 +231,7 @@ def test_guessed_tokens_and_those_gained_by_them() -> None:
     assert num_tokens == 100
     assert sink.counters[m.ACCEPTED_TOKENS, "test"] == num_tokens - steps > 10
     assert sink.counters[m.DRAFT_TOKENS, "test"] > sink.counters[m.ACCEPTED_TOKENS, "test"]
+    assert steps >= sink.counters[m.DRAFTS, "test"] >= sink.counters[m.DRAFT_TOKENS, "test"] / 3 > 10
     assert sink.counters[m.GENERATION_TOKENS] == 109
     names = {f"pagoda_{metric.name}_total" for metric in (m.DRAFT_TOKENS, m.ACCEPTED_TOKENS)}
     assert names == {"pagoda_spec_decode_num_draft_tokens_total", "pagoda_spec_decode_num_accepted_tokens_total"}

@@ -1,0 +1,35 @@
+"""Speculative decoding: what is drafted, by whom, and how much of it is right."""
+
+from __future__ import annotations
+
+from k8s.monitoring.panels import TOKENS_PER_SECOND, Panel
+from k8s.monitoring.promql import engine, rate
+
+__all__ = ["SPECULATION"]
+
+DRAFTS, DRAFTED, ACCEPTED = (
+    rate(engine(f"spec_decode_num_{what}_total"), "drafter") for what in ("drafts", "draft_tokens", "accepted_tokens")
+)
+
+SPECULATION = [
+    Panel(
+        "Accepted draft tokens",
+        "Tokens per second that sequences got in addition to the one of each step, by drafter.",
+        TOKENS_PER_SECOND,
+        [("{{drafter}}", ACCEPTED)],
+        stacked=True,
+    ),
+    Panel(
+        "Acceptance rate",
+        "Share of draft tokens that were accepted, by drafter. Where it is low, few tokens are drafted.",
+        "percentunit",
+        [("{{drafter}}", f"{ACCEPTED} / {DRAFTED}")],
+        limits=(0, 1),
+    ),
+    Panel(
+        "Length of drafts",
+        "Mean draft tokens of a sequence in a step with a draft, and how many of them were accepted, by drafter.",
+        "suffix: tok",
+        [("{{drafter}} drafted", f"{DRAFTED} / {DRAFTS}"), ("{{drafter}} accepted", f"{ACCEPTED} / {DRAFTS}")],
+    ),
+]
