@@ -13,6 +13,7 @@ from engine.outputs import EngineOutput, FinishReason
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.drafting.drafter import accepted_tokens
+from engine.scheduling.drafting.payoff import Payoff
 from engine.scheduling.drafting.proposer import Proposer
 from engine.scheduling.scheduler_output import SchedulerOutput
 from engine.sequence import Sequence
@@ -223,6 +224,58 @@ def test_drafts_take_no_blocks_that_the_next_step_needs() -> None:
     assert list(map(len, seen[-1].drafts.values())) == [10, 2]
     assert [len(sequence.block_table) for sequence in engine.scheduler.running] == [2, 2], "drafts keep blocks"
     assert engine.block_manager.num_free_blocks == 4
+
+
+class Counting(Proposer):
+    """Counts how often it is asked; proposes a token."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    def propose(self, sequence: Sequence, limit: int) -> list[int]:
+        self.num_asked += 1
+        return [0][:limit]
+
+
+@pytest.mark.parametrize(("num_sequences", "asks"), [(1, True), (4, True), (5, False), (8, False)])
+def test_where_drafts_pay_for_none_of_many_no_proposer_is_asked(
+    num_sequences: int, asks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each token takes as long as the last one, so no draft token is worth its time."""
+    engine, _ = start(4, enable_prefix_caching=False)  # all prompts are computed in the first step
+    drafter, proposer, payoff = engine.scheduler.drafter, Counting(), Payoff(1)
+    assert drafter is not None
+    for num_tokens in range(256, 0, -1):
+        payoff.record_step(num_tokens, float(num_tokens))
+    drafter.proposers, drafter.payoff = {"test": proposer}, payoff
+    monkeypatch.setattr(drafter, "record_step", lambda output, seconds: None)
+    for index in range(num_sequences):
+        engine.add_request(EngineRequest(str(index), PROMPT, greedy(max_tokens=30)))
+    seen = watch(engine)
+    run_to_end(engine)
+    assert bool(proposer.num_asked) == asks
+    assert sum(output.num_draft_tokens for output in seen) == 0
+
+
+def test_many_sequences_get_drafts_again_when_these_pay() -> None:
+    engine, runner = start(4)
+    drafter = engine.scheduler.drafter
+    assert drafter is not None
+    for index in range(8):
+        engine.add_request(EngineRequest(str(index), PROMPT, greedy(max_tokens=60)))
+    seen = watch(engine)
+    for free_tokens, expected in ((1, False), (None, True)):
+        drafter.payoff = Payoff(free_tokens)
+        drafter.record_step = lambda output, seconds: None  # type: ignore[method-assign]
+        for num_tokens in range(256, 0, -1):
+            drafter.payoff.record_step(num_tokens, float(num_tokens) if free_tokens else 1.0)
+        first = len(seen)
+        for _ in range(9):
+            engine.step()
+        assert any(output.num_draft_tokens for output in seen[first:]) == expected
+    assert set(map(tuple, run_to_end(engine).values())) <= {
+        tuple(runner.answer(PROMPT, 60))[-length:] for length in range(61)
+    }
 
 
 @pytest.mark.parametrize("swap", [0, 64])

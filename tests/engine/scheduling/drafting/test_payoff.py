@@ -88,6 +88,30 @@ def test_sizes_that_were_never_measured_cost_what_free_tokens_say() -> None:
     assert payoff.cost(512) == 2 * payoff.cost(256)
 
 
+def test_the_first_draft_token_of_a_step_costs_what_it_was_measured_to_cost() -> None:
+    """Not a third of that, as between the sizes 40 and 48."""
+    payoff = Payoff(1)
+    payoff.record_step(40, 3.3)
+    payoff.record_step(43, 4.0)
+    assert payoff.cost(43) == pytest.approx(4.0)
+    assert payoff.cost(41) == pytest.approx(4.0 * 41 / 43)
+    assert payoff.draft_tokens(0.7, 3, 40, 40) == (0, 0.0)
+
+
+def test_what_a_size_took_long_ago_is_forgotten() -> None:
+    """A pause while the only step with drafts was measured ends drafts for a while, and not for good."""
+    payoff = Payoff(8)
+    payoff.record_step(1, 0.1)
+    payoff.record_step(2, 9.0)
+    assert best_length(payoff, 0.9, limit=2) == 0
+    for _ in range(1998):
+        payoff.record_step(1, 0.1)
+    assert best_length(payoff, 0.9, limit=2) == 0
+    for _ in range(3):
+        payoff.record_step(1, 0.1)
+    assert best_length(payoff, 0.9, limit=2) == 2
+
+
 def test_drafts_that_do_not_pay_are_tried_where_that_costs_little() -> None:
     payoff = measured(cpu)
     assert [num_sequences for num_sequences in range(1, 65) if payoff.may_try(num_sequences, num_sequences)] == [
