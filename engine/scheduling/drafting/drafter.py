@@ -64,6 +64,7 @@ class Drafter:
         self._blocks = block_manager
         self.payoff = payoff
         self.acceptance = Acceptance()
+        self._had_drafts = False  # the last step
         self._num_skipped = 0  # steps of many sequences that get no drafts, before Payoff is asked again
 
     def may_draft(self, sequence: Sequence) -> bool:
@@ -96,6 +97,9 @@ class Drafter:
             ):
                 continue
             name, proposed = self._propose(sequence, self._limit(sequence, step, num_blocks))
+            if not proposed:
+                self.acceptance.record_draft(sequence, has_draft=False)
+                continue
             paying, num_right = self._paying(sequence, len(proposed), step, num_tokens, num_expected)
             continuations = continuations_of(sequence, proposed[:paying])
             self.acceptance.record_draft(sequence, has_draft=bool(continuations))
@@ -113,8 +117,10 @@ class Drafter:
         if self._num_skipped:
             self._num_skipped -= 1
             return ()
-        if self.payoff.draft_tokens(self.acceptance.best_rate, self.num_tokens, num_tokens, num_expected)[0]:
-            return range(len(running))
+        best_rate = self.acceptance.best_rate
+        for limit in (1, self.num_tokens):  # most often one token tells
+            if self.payoff.draft_tokens(best_rate, limit, num_tokens, num_expected)[0]:
+                return range(len(running))
         if not self.payoff.may_try(num_tokens, len(running)):
             self._num_skipped = _SKIPPED_STEPS
             return ()
@@ -131,7 +137,7 @@ class Drafter:
         self, sequence: Sequence, num_proposed: int, step: StepBuilder, num_tokens: int, num_expected: float
     ) -> tuple[int, float]:
         """Return how many of the proposed tokens pay, and how many of these may be right."""
-        if self.payoff is None or not num_proposed:
+        if self.payoff is None:
             return num_proposed, 0.0
         rate = self.acceptance.rate(sequence)
         paying, num_right = self.payoff.draft_tokens(rate, num_proposed, num_tokens, num_expected)
@@ -148,8 +154,13 @@ class Drafter:
         return "", []
 
     def record_step(self, output: SchedulerOutput, seconds: float) -> None:
-        """Take in how long a step took, for the choice of drafts that pay."""
-        if self.payoff is not None:
+        """Take in how long a step took, for the choice of drafts that pay.
+
+        The first step after one with drafts is not typical of those without: the sampler has another batch to prepare.
+        """
+        is_typical = bool(output.drafts) or not self._had_drafts
+        self._had_drafts = bool(output.drafts)
+        if self.payoff is not None and is_typical:
             self.payoff.record_step(output.num_tokens, seconds)
 
     def learn(self, group: SequenceGroup) -> None:

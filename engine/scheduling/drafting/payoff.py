@@ -22,8 +22,10 @@ __all__ = ["Payoff"]
 # Steps between two of these numbers of tokens are measured together. Beyond the last one the cost is in proportion.
 _SIZES: tuple[int, ...] = (*range(1, 17), 20, 24, 32, 40, 48, 64, 96, 128, 192, 256)
 _MOST_GROWTH = 2.0  # a pause of the machine counts as a step that took twice as long as usual
-# The weight of the last step in the mean, and that of the first one after many others.
+# The weight of the last step in the mean, and that of the first one after many others. Other work on the machine makes
+# steps longer and never shorter, and a step without drafts that seems long makes drafts seem cheap.
 _WEIGHT, _STALE_WEIGHT = 0.2, 0.5
+_LONGER = 0.3  # of these weights, for a step that took longer than the mean
 _STALE_STEPS = 100  # after these, a step without drafts is measured again: contexts grow, and other loads come
 _FORGOTTEN_STEPS = 2000  # after these, what a size took is unknown again, so that drafts it has ended are tried once
 _LEAST_CHANCE = 0.02  # of a token that is drafted
@@ -57,6 +59,7 @@ class Payoff:
             self._seconds[index] = seconds
         else:
             weight = _STALE_WEIGHT if self._is_stale(num_tokens) else _WEIGHT
+            weight *= _LONGER if seconds > known else 1.0
             self._seconds[index] = known + weight * (min(seconds, _MOST_GROWTH * known) - known)
         self._num_steps += 1
         self._measured_at[index] = self._num_steps

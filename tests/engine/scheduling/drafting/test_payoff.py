@@ -130,7 +130,7 @@ def test_a_pause_of_the_machine_is_forgotten() -> None:
     payoff = Payoff(8)
     for seconds in (0.1, 60.0):
         payoff.record_step(1, seconds)
-    assert payoff.cost(1) == pytest.approx(0.12)
+    assert payoff.cost(1) == pytest.approx(0.106)
     for _ in range(20):
         payoff.record_step(1, 0.1)
     assert payoff.cost(1) == pytest.approx(0.1, rel=0.01)
