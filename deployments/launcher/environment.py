@@ -10,6 +10,7 @@ import socket
 import sys
 from pathlib import Path
 
+from deployments.api.api_keys import KEYS_FILE
 from deployments.proxy.limits import ProxyLimits
 from deployments.proxy.listeners import IPV6_VARIABLE, is_all_of_ipv6
 from kernels.cgroup import available_cpus
@@ -51,7 +52,12 @@ def environment(limits: ProxyLimits, files: Path, host: str = "127.0.0.1") -> di
     ray_directory = {"RAY_TMPDIR": os.environ.get("TMPDIR", "/tmp")}
     proxy = _haproxy_settings() | _files(files) | limits.environment | _listening(host)
     own = SETTINGS | proxy | _cpus() | _ports() | ray_directory
-    return own | os.environ | {"TMPDIR": str(files)} | _unproxied() | UTF_8
+    return own | os.environ | {"TMPDIR": str(files)} | _absolute_paths() | _unproxied() | UTF_8
+
+
+def _absolute_paths() -> dict[str, str]:
+    """Return the variables that name files, which may be relative to the directory of this process."""
+    return {name: os.path.abspath(path) for name in (KEYS_FILE, "PAGODA_CACHE_DIR") if (path := os.environ.get(name))}
 
 
 def _unproxied() -> dict[str, str]:

@@ -68,6 +68,7 @@ class FakeServer:
         key: that requests must have; empty: none.
         pause_s: between two parts.
         at_once: parts per write: events that arrive together.
+        breaks_off: whether streams end after their first write.
     """
 
     def __init__(self) -> None:
@@ -84,6 +85,7 @@ class FakeServer:
         self.key = ""
         self.pause_s = 0.0
         self.at_once = 1
+        self.breaks_off = False
         self.url = ""
 
     def next_deltas(self) -> list[Any]:
@@ -152,8 +154,15 @@ def _handler(fake: FakeServer) -> type[BaseHTTPRequestHandler]:
             data = [f"data: {json.dumps(event)}\n\n".encode() for event in events] + [b"data: [DONE]\n\n"]
             for start in range(0, len(data), fake.at_once):
                 chunk = b"".join(data[start : start + fake.at_once])
-                self.wfile.write(f"{len(chunk):x}\r\n".encode() + chunk + b"\r\n")
+                try:
+                    self.wfile.write(f"{len(chunk):x}\r\n".encode() + chunk + b"\r\n")
+                except OSError:  # the client has gone
+                    self.close_connection = True
+                    return
                 time.sleep(fake.pause_s)
+                if fake.breaks_off:
+                    self.close_connection = True
+                    return
             self.wfile.write(b"0\r\n\r\n")
 
         def log_message(self, format: str, *args: object) -> None:

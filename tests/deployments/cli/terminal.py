@@ -13,7 +13,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -27,8 +27,11 @@ class Terminal:
     """`python -m deployments.cli` in a pseudo-terminal of 100 columns; use it in a ``with``.
 
     Attributes:
+        command: that is run.
         raw: all that the command has written, escape sequences included.
     """
+
+    command: Sequence[str] = (sys.executable, "-m", "deployments.cli")
 
     def __init__(
         self, *arguments: str, environment: Mapping[str, str] | None = None, cwd: Path = ROOT, rows: int = 40
@@ -39,7 +42,7 @@ class Terminal:
         kept = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
         kept.pop("PAGODA_API_KEY", None)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "deployments.cli", *arguments],
+            [*self.command, *arguments],
             cwd=cwd,
             env=kept | variables,
             stdin=side,
@@ -96,6 +99,11 @@ class Terminal:
             return False
         self.raw += data.decode(errors="replace")
         return bool(data)
+
+
+def unwrapped(text: str) -> str:
+    """Return a text with single spaces, as one line: how lines wrap depends on the length of paths and numbers."""
+    return " ".join(text.split())
 
 
 def run(*arguments: str, **options: object) -> tuple[int, str]:

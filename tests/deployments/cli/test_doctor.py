@@ -18,7 +18,7 @@ from deployments.cli.doctor.model import check_model
 from deployments.cli.doctor.server import check_server
 from deployments.config import checkout_root
 from tests.deployments.cli.fake_server import FakeServer, live
-from tests.deployments.cli.terminal import run
+from tests.deployments.cli.terminal import run, unwrapped
 
 DEMO = checkout_root() / "demo/model"
 Usage = namedtuple("Usage", "total used free")
@@ -36,6 +36,7 @@ def test_this_machine_with_the_demo_in_a_terminal() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         code, text = run("doctor", "demo", "--port", str(port))
+    text = unwrapped(text)
     assert code == 1  # because of the port
     assert f"{port} is taken" in text
     assert f"-> end the process that listens there (ss -ltnp 'sport = :{port}'), or set" in text
@@ -49,12 +50,12 @@ def test_a_running_server_in_a_terminal(fake: FakeServer) -> None:
     fake.key = "a-key-of-16-characters"
     code, text = run("doctor", fake.url, "--key", fake.key)
     assert code == 0, text
-    assert "2048 tokens of context, 100 KV blocks of one engine, 16 tokens each" in " ".join(text.split())
+    assert "2048 tokens of context, 100 KV blocks of one engine, 16 tokens each" in unwrapped(text)
     assert "abc12345: 3 running, 1 waiting, 70% of KV blocks in use" in text
     assert "one token after 40 of prompt" in text
     code, text = run("doctor", fake.url)
     assert code == 1
-    assert "it needs an API key" in text
+    assert "it needs an API key" in unwrapped(text)
     assert "-> give --key, or set PAGODA_API_KEY" in text
 
 
