@@ -54,6 +54,7 @@ def _pagoda(
 
 KEY_OPTION = typer.Option("--key", envvar="PAGODA_API_KEY", show_envvar=True, help="API key of the server.")
 URL_ARGUMENT = typer.Argument(help="Base URL of the server.", show_default=True)
+SESSIONS = 100  # of `pagoda bench`
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 
@@ -128,3 +129,56 @@ def chat(
     from deployments.cli.chat.terminal import chat as command
 
     raise typer.Exit(command(url, key, Settings(model, system, tools, temperature, max_tokens)))
+
+
+@app.command()
+def bench(
+    url: Annotated[str, URL_ARGUMENT] = DEFAULT_URL,
+    file: Annotated[Path | None, typer.Option(help="JSONL: bodies of chat or completion requests.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="JSONL trace in Mooncake's form; arrival times are kept.")] = None,
+    scale: Annotated[float, typer.Option(min=0.0001, help="Of a trace's lengths.")] = 1.0,
+    speed: Annotated[float, typer.Option(min=0.0001, help="Of arrivals: 2 sends twice as fast.")] = 1.0,
+    requests: Annotated[int | None, typer.Option(min=1, help="Sessions to send; default: the file's, or 100.")] = None,
+    prompt_tokens: Annotated[str, typer.Option(help="Of generated prompts: N, or a range LEAST:MOST.")] = "128",
+    output_tokens: Annotated[str, typer.Option(help="Of each answer, likewise.")] = "64",
+    prefixes: Annotated[int, typer.Option(min=0, help="Different prefixes that prompts share.")] = 0,
+    prefix_tokens: Annotated[int, typer.Option(min=0, help="Tokens of each prefix.")] = 256,
+    turns: Annotated[int, typer.Option(min=1, help="Turns of a session.")] = 1,
+    concurrency: Annotated[int | None, typer.Option(min=1, help="Clients that send one request each.")] = None,
+    rate: Annotated[float | None, typer.Option(min=0.0001, help="Sessions a second, at random times.")] = None,
+    slo: Annotated[list[str] | None, typer.Option(help="Limit of a good answer: ttft=MS, tpot=MS or e2e=MS.")] = None,
+    seed: Annotated[int, typer.Option(help="Of prompts and arrivals.")] = 0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds of a request.")] = 600.0,
+    model: Annotated[str, typer.Option(help="Name of the model; default: the server's.")] = "",
+    out: Annotated[Path | None, typer.Option(help="Write all figures as JSON.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write distributions and throughput as SVG.")] = None,
+    key: Annotated[str | None, KEY_OPTION] = None,
+) -> None:
+    """Load a server and measure what its clients see.
+
+    Requests are generated (token ids, answers of an exact length), or those of --file or --trace. Without --rate,
+    --concurrency and arrival times, 16 clients send them. Exits with 1 if a request fails.
+    """
+    from deployments.cli.bench import workload as make
+    from deployments.cli.bench.report import parse_slo
+    from deployments.cli.bench.run import Options
+    from deployments.cli.bench.run import bench as command
+    from engine.errors import ConfigError
+
+    described: dict[str, object] = {"requests": requests, "seed": seed}
+    prompt, output = make.parse_length(prompt_tokens), make.parse_length(output_tokens)
+    if file is not None and trace is not None:
+        raise ConfigError("--file and --trace exclude each other; give one of them")
+    if trace is not None:
+        described |= {"trace": trace.name, "scale": scale, "speed": speed}
+        workload = make.of_trace(trace, scale=scale, speed=speed, number=requests)
+    elif file is not None:
+        described |= {"file": file.name, "speed": speed}
+        workload = make.of_file(file, speed=speed, number=requests, max_tokens=output.most)
+    else:
+        described |= {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens, "turns": turns}
+        described |= {"prefixes": prefixes, "prefix_tokens": prefix_tokens}
+        shape = make.Generated(prompt, output, prefixes, prefix_tokens, turns)
+        workload = make.generated(shape, requests or SESSIONS, seed)
+    options = Options(url, key, model, concurrency, rate, seed, timeout, parse_slo(slo or ()), out, plot, described)
+    raise typer.Exit(command(workload, options))

@@ -63,6 +63,7 @@ class FakeServer:
     Attributes:
         answers: body by path of GET requests, or a status and a body.
         requests: paths and bodies of the POST requests so far.
+        clients: addresses of the connections that have sent one.
         deltas: the parts of each answer; a list in it is sent as tool calls.
         status: of each answer to a POST.
         key: that requests must have; empty: none.
@@ -80,6 +81,7 @@ class FakeServer:
             "/load": {"server_load": 2},
         }
         self.requests: list[tuple[str, dict[str, Any]]] = []
+        self.clients: set[tuple[str, int]] = set()
         self.deltas: list[list[Any]] = []
         self.status = 200
         self.key = ""
@@ -123,6 +125,7 @@ def _handler(fake: FakeServer) -> type[BaseHTTPRequestHandler]:
             if not self._is_allowed():
                 return
             fake.requests.append((self.path, body))
+            fake.clients.add(self.client_address)
             if fake.status != 200:
                 self._send(fake.status, {"error": {"message": f"refused; ask for less than {body.get('max_tokens')}"}})
             elif body.get("stream"):
