@@ -182,3 +182,16 @@ def bench(
         workload = make.generated(shape, requests or SESSIONS, seed)
     options = Options(url, key, model, concurrency, rate, seed, timeout, parse_slo(slo or ()), out, plot, described)
     raise typer.Exit(command(workload, options))
+
+
+@app.command()
+def top(
+    url: Annotated[str, URL_ARGUMENT] = DEFAULT_URL,
+    interval: Annotated[float, typer.Option(min=0.2, help="Seconds between two updates.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one view and exit.")] = False,
+    key: Annotated[str | None, KEY_OPTION] = None,
+) -> None:
+    """Watch a server: replicas, queues, KV blocks, hit rate, tokens/s, and why requests went where they did."""
+    from deployments.cli.top.run import top as command
+
+    raise typer.Exit(command(url, key, interval, once=once))
