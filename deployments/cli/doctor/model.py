@@ -72,7 +72,7 @@ def _weights(path: Path) -> Iterable[Finding]:
             for name in names
         )
         sizes = ", ".join(f"{count} {dtype}" for dtype, count in dtypes.most_common())
-        yield Finding("weights", State.OK, f"{len(names)} tensors ({sizes}), {num_values / 1e9:.3g} billion parameters")
+        yield Finding("weights", State.OK, f"{len(names)} tensors ({sizes}), {num_values / 1e6:,.1f} million numbers")
         embedding = next((name for name in names if name.endswith(EMBEDDING)), None)
         if embedding is not None and not packed:
             yield from _embedding(path, checkpoint.shape_of(embedding), embedding)

@@ -62,8 +62,8 @@ class History:
     def _changes(self, names: Iterable[str], seconds: float) -> Iterable[tuple[_Sample, _Sample]]:
         """Yield the first and last sample of the last seconds, at least the last two samples."""
         for name in names:
-            samples = self._samples.get(name, ())
-            if len(samples) < 2:
+            samples = self._samples.get(name)
+            if samples is None or len(samples) < 2:
                 continue
             last = samples[-1]
             recent = [sample for sample in samples if sample.time >= last.time - seconds]

@@ -91,12 +91,12 @@ def _routed(routed: list[dict[str, Any]]) -> Table:
     table.add_column("prompt", **_NUMBERS)  # type: ignore[arg-type]
     table.add_column("cached", **_NUMBERS)  # type: ignore[arg-type]
     table.add_column("cost", **_NUMBERS)  # type: ignore[arg-type]
-    table.add_column("why", overflow="ellipsis", no_wrap=True)
+    table.add_column("why")  # the only one that gets narrower where there is no room
     for item in routed:
         cost = item["queue_s"] + item["prefill_s"] + item["others_s"] + item["decode_s"]
         clock = time.strftime("%H:%M:%S", time.localtime(item["time"]))
         numbers = (f"{item['prompt_tokens']:,}", f"{item['predicted_tokens']:,}", _duration(cost))
-        table.add_row(clock, item["replica"], *numbers, why(item))
+        table.add_row(clock, item["replica"], *numbers, Text(why(item), no_wrap=True, overflow="ellipsis"))
     return table
 
 

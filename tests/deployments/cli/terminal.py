@@ -27,14 +27,16 @@ class Terminal:
     """`python -m deployments.cli` in a pseudo-terminal of 100 columns; use it in a ``with``.
 
     Attributes:
-        command: that is run.
         raw: all that the command has written, escape sequences included.
     """
 
-    command: Sequence[str] = (sys.executable, "-m", "deployments.cli")
-
     def __init__(
-        self, *arguments: str, environment: Mapping[str, str] | None = None, cwd: Path = ROOT, rows: int = 40
+        self,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+        cwd: Path = ROOT,
+        rows: int = 40,
+        command: Sequence[str] = (sys.executable, "-m", "deployments.cli"),
     ) -> None:
         self._main, side = pty.openpty()
         fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", rows, 100, 0, 0))
@@ -42,7 +44,7 @@ class Terminal:
         kept = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
         kept.pop("PAGODA_API_KEY", None)
         self.process = subprocess.Popen(
-            [*self.command, *arguments],
+            [*command, *arguments],
             cwd=cwd,
             env=kept | variables,
             stdin=side,
