@@ -53,7 +53,7 @@ def _replicas(state: dict[str, Any], history: History) -> Table:
     table.add_column("replica", no_wrap=True)
     for column in ("run", "wait", "swap", "tokens/s", "hits", "preempted"):
         table.add_column(column, **_NUMBERS)  # type: ignore[arg-type]
-    table.add_column("KV blocks of the device", no_wrap=True)
+    table.add_column("KV blocks of the device")  # the only one that gets narrower where there is no room
     for replica in state["replicas"]:
         name = replica["name"]
         numbers = [str(replica[key]) for key in ("running", "waiting", "swapped")]
@@ -71,7 +71,7 @@ def _bar(replica: dict[str, Any]) -> Text:
     widths = {name: max(round(BAR * count / total), int(count > 0)) for name, count in counts.items()}
     largest = max(widths, key=lambda name: widths[name])
     widths[largest] += BAR - sum(widths.values())
-    bar = Text()
+    bar = Text(no_wrap=True, overflow="ellipsis")
     for name, character, style in _STATES:
         bar.append(character * widths[name], style=style)
     return bar.append(f" {blocks['used'] / total:4.0%} of {replica['num_blocks']:,}")

@@ -42,7 +42,8 @@ class Terminal:
         fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", rows, 100, 0, 0))
         variables = {"TERM": "xterm-256color", "PYTHONPATH": str(ROOT), "PYTHONUTF8": "1", **(environment or {})}
         kept = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
-        kept.pop("PAGODA_API_KEY", None)
+        for name in ("PAGODA_API_KEY", "COLUMNS", "LINES"):
+            kept.pop(name, None)
         self.process = subprocess.Popen(
             [*command, *arguments],
             cwd=cwd,

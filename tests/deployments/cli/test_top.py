@@ -85,6 +85,15 @@ def test_bars_have_one_width(blocks: dict[str, int]) -> None:
     assert sum(line.count(character) for character in "█▒·") == 20
 
 
+def test_numbers_stay_whole_in_a_narrow_terminal() -> None:
+    console = Console(file=io.StringIO(), width=60)
+    console.print(render(live(), History(), "u", 5))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    [columns] = [line.split() for line in lines if line.startswith("replica")]
+    assert columns[:7] == ["replica", "run", "wait", "swap", "tokens/s", "hits", "preempted"]
+    assert all(len(line) <= 60 for line in lines)
+
+
 @pytest.mark.parametrize("outcome", ["hit", "cold", "balanced", "retry", "fallback"])
 def test_each_outcome_of_the_router_has_its_words(outcome: str) -> None:
     words = why(live()["routed"][0] | {"outcome": outcome, "next_s": None})
