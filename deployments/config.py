@@ -11,8 +11,6 @@ import difflib
 import os
 import reprlib
 from collections.abc import Iterable
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,6 +24,7 @@ from deployments.parsers.registry import RESPONSE_TEMPLATE
 from deployments.parsers.tool_parsers import TOOL_PARSERS
 from deployments.proxy.limits import ProxyLimits
 from deployments.routing.options import RoutingOptions
+from deployments.version import checkout_root
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.models.config.families.architectures import require_proven, require_served
@@ -57,7 +56,6 @@ __all__ = [
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model", "tekken.json")
 # Of an encoder. A repository that has one has a tokenizer.json nearly always.
 ENCODER_TOKENIZER_FILES = ("vocab.txt", "sentencepiece.bpe.model", "spiece.model")
-SHIPPED_CONFIG = "serve_config.yaml"
 GGUF_TOKENIZER = "tokenizer.ggml.model"
 
 _ROUTING = RoutingOptions()
@@ -65,23 +63,6 @@ _PROXY = ProxyLimits()
 
 Share = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
-
-
-def checkout_root() -> Path:
-    """Return the directory of serve_config.yaml and the demo model, from which relative model paths start.
-
-    It is the checkout, or where `pip install .` has copied these files.
-    """
-    root = Path(__file__).resolve().parent.parent
-    return root if (root / SHIPPED_CONFIG).is_file() else _installed_root() or root
-
-
-def _installed_root() -> Path | None:
-    with suppress(PackageNotFoundError):
-        for file in distribution("pagoda").files or ():
-            if file.name == SHIPPED_CONFIG:
-                return Path(str(file.locate())).resolve().parent
-    return None
 
 
 class _Options(BaseModel):

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from deployments import config
-from deployments.config import SHIPPED_CONFIG, checkout_root
+from deployments import version
+from deployments.version import SHIPPED_CONFIG, checkout_root
 
 ROOT = Path(__file__).resolve().parents[1]
 SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
@@ -47,8 +47,8 @@ def test_relative_paths_start_where_an_installation_has_the_shipped_config(
     (tmp_path / "site/deployments").mkdir(parents=True)
     file = PackagePath("../share/pagoda/serve_config.yaml")
     file.dist = SimpleNamespace(locate_file=lambda path: tmp_path / "site" / path)  # type: ignore[assignment]
-    monkeypatch.setattr(config, "__file__", str(tmp_path / "site/deployments/config.py"))
-    monkeypatch.setattr(config, "distribution", lambda name: SimpleNamespace(files=[PackagePath("x.py"), file]))
+    monkeypatch.setattr(version, "__file__", str(tmp_path / "site/deployments/version.py"))
+    monkeypatch.setattr(version, "distribution", lambda name: SimpleNamespace(files=[PackagePath("x.py"), file]))
     assert checkout_root() == tmp_path / "share/pagoda"
 
 

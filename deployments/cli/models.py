@@ -22,7 +22,7 @@ def find_model(argument: str) -> str:
     Raises:
         ConfigError: there is no such path. Nothing is ever downloaded.
     """
-    from deployments.config import checkout_root
+    from deployments.version import checkout_root
 
     path = checkout_root() / DEMO_MODEL if argument == DEMO else Path(argument).expanduser()
     if path.exists():

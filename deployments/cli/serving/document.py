@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 
 from deployments.cli.models import DEMO, find_model
-from deployments.config import SHIPPED_CONFIG, checkout_root
 from deployments.launcher.preflight import IMPORT_PATH, read_document
+from deployments.version import SHIPPED_CONFIG, checkout_root
 from engine.errors import ConfigError
 
 __all__ = ["as_yaml", "make_document"]
