@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from benchmarks.engine_options import add_engine_arguments, engine_options
 from benchmarks.machine import describe
-from benchmarks.workloads import VOCABULARY
+from deployments.cli.bench.prompts import VOCABULARY
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.request import EngineRequest

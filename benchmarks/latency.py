@@ -24,7 +24,7 @@ from benchmarks.limits.linear_rates import measure_read_gb_s
 from benchmarks.limits.token_reads import TokenReads
 from benchmarks.machine import describe
 from benchmarks.result_file import write_result
-from benchmarks.workloads import VOCABULARY
+from deployments.cli.bench.prompts import VOCABULARY
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ModelLoadError

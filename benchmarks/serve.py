@@ -47,10 +47,10 @@ from benchmarks.serving.measures import (
     http_first_tokens,
     http_gaps,
     http_tokens_per_s,
-    random_ids,
 )
 from benchmarks.serving.server import ROOT, Server, serve
 from benchmarks.workloads import Workload, make
+from deployments.cli.bench.prompts import random_ids
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
 from engine.engine import Engine

@@ -4,7 +4,7 @@
 
 A file is ``{"requests": [{"prompt": [ids], "out": n}, ...]}``, which every engine's runner reads. The form is that of
 nano-vllm's benchmark (uniform lengths, uniform ids), with lengths that a CPU can do. It needs nothing but the standard
-library, so that a peer's own virtual environment can import it.
+library, as the module of the vocabulary does, so that a peer's own virtual environment can import it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["SHAPES", "Request", "Shape", "Workload", "load", "make"]
+from deployments.cli.bench.prompts import VOCABULARY
 
-VOCABULARY = (10, 2000)  # range of drawn ids, end excluded: every tokenizer has them, and none is special
+__all__ = ["SHAPES", "Request", "Shape", "Workload", "load", "make"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from deployments.parsers.registry import RESPONSE_TEMPLATE
 from deployments.parsers.tool_parsers import TOOL_PARSERS
 from deployments.proxy.limits import ProxyLimits
 from deployments.routing.options import RoutingOptions
+from deployments.version import checkout_root
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.models.config.families.architectures import require_proven, require_served
@@ -62,11 +63,6 @@ _PROXY = ProxyLimits()
 
 Share = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
-
-
-def checkout_root() -> Path:
-    """Return the directory of serve_config.yaml, from which relative model paths start."""
-    return Path(__file__).resolve().parent.parent
 
 
 class _Options(BaseModel):

@@ -19,11 +19,12 @@ from deployments.api.api_keys import ApiKeys
 from deployments.launcher.home import provide_home
 from deployments.launcher.preflight import Endpoint, check_config, require_free_port
 from deployments.launcher.processes import adopt_orphans
+from deployments.launcher.progress import StartProgress
 from deployments.launcher.server import LaunchError, Server
 from deployments.launcher.stop_signals import StopRequested, install_stop_handlers
 from engine.errors import PagodaError
 
-__all__ = ["main"]
+__all__ = ["main", "run"]
 
 # A request for a server of each task, without the model.
 _EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -40,7 +41,16 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the server until it is stopped; return the exit code."""
     parser = argparse.ArgumentParser(prog="pagoda", description="Run Pagoda on this machine.")
     parser.add_argument("config", nargs="?", default="serve_config.yaml", type=Path)
-    config: Path = parser.parse_args(arguments).config
+    return run(parser.parse_args(arguments).config)
+
+
+def run(config: Path, progress: StartProgress | None = None) -> int:
+    """Run the server of a config file until it is stopped; return the exit code.
+
+    Args:
+        config: a Serve config file.
+        progress: is told how far the start is.
+    """
     _print_any_character()
     try:
         provide_home()
@@ -52,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     stop_at_once = install_stop_handlers()
     adopt_orphans()
-    return _serve(config, endpoint, stop_at_once)
+    return _serve(config, endpoint, stop_at_once, progress or StartProgress())
 
 
 def _print_any_character() -> None:
@@ -61,13 +71,14 @@ def _print_any_character() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def _serve(config: Path, endpoint: Endpoint, stop_at_once: threading.Event) -> int:
+def _serve(config: Path, endpoint: Endpoint, stop_at_once: threading.Event, progress: StartProgress) -> int:
     print(f"pagoda: starting {endpoint.model} on {endpoint.url} ...", flush=True)
     started = time.monotonic()
     server: Server | None = None
     try:
-        server = Server(config, endpoint, stop_at_once)
-        server.wait_until_ready(endpoint)
+        with progress:
+            server = Server(config, endpoint, stop_at_once)
+            server.wait_until_ready(endpoint, progress)
         print(_banner(endpoint, time.monotonic() - started), flush=True)
         server.follow_logs()
         code = server.wait()

@@ -1,12 +1,15 @@
-"""The version of Pagoda."""
+"""The version of Pagoda, and where the files are that come with it: in a checkout, or where pip has put them."""
 
 from __future__ import annotations
 
 import tomllib
-from importlib.metadata import PackageNotFoundError, version
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 
-__all__ = ["pagoda_version"]
+__all__ = ["SHIPPED_CONFIG", "checkout_root", "pagoda_version"]
+
+SHIPPED_CONFIG = "serve_config.yaml"
 
 
 def pagoda_version() -> str:
@@ -18,3 +21,20 @@ def pagoda_version() -> str:
             (Path(__file__).resolve().parent.parent / "pyproject.toml").read_text(encoding="utf-8")
         )["project"]
         return str(project["version"])
+
+
+def checkout_root() -> Path:
+    """Return the directory of serve_config.yaml and the demo model, from which relative model paths start.
+
+    It is the checkout, or where `pip install .` has copied these files.
+    """
+    root = Path(__file__).resolve().parent.parent
+    return root if (root / SHIPPED_CONFIG).is_file() else _installed_root() or root
+
+
+def _installed_root() -> Path | None:
+    with suppress(PackageNotFoundError):
+        for file in distribution("pagoda").files or ():
+            if file.name == SHIPPED_CONFIG:
+                return Path(str(file.locate())).resolve().parent
+    return None

@@ -26,6 +26,9 @@ with warnings.catch_warnings():
     from ray.scripts.scripts import cli as ray_program
     from ray.serve.scripts import cli as serve_program
 
+from typer.main import get_command
+
+from deployments.cli.main import app as pagoda_app
 from deployments.config import AppConfig
 from deployments.launcher.preflight import check_config
 from deployments.observability.ingress_metrics import INGRESS_METRICS
@@ -138,6 +141,15 @@ def _check_ray(words: Sequence[str]) -> None:
     _check_click(ray_program, words)
 
 
+def _check_pagoda(words: Sequence[str]) -> None:
+    """Check that the command exists and has these options."""
+    command, rest = get_command(pagoda_app), list(words)
+    while hasattr(command, "commands"):
+        command = command.commands[rest.pop(0)]
+    known = {option for parameter in command.params for option in parameter.opts}
+    assert {word for word in rest if word.startswith("--")} <= known, words
+
+
 def _check_variable(words: Sequence[str]) -> None:
     assert list(words) == ["RAY_AUTH_MODE=token"]
 
@@ -156,6 +168,7 @@ NOT_RUN: dict[str, tuple[str, Callable[[Sequence[str]], None]]] = {
     ".": ("the tests run in their environment", _check_activate),
     "export": ("only matters to the commands after it", _check_variable),
     "serve": ("tests/e2e run `serve run` through the launcher; the others need a cluster", _check_serve),
+    "pagoda": ("tests/deployments/cli runs it in a terminal", _check_pagoda),
     "ray": ("starts or stops a cluster on this machine", _check_ray),
 }
 
@@ -180,6 +193,8 @@ def test_all_reasons_are_needed() -> None:
         "serve run none.yaml",
         "serve rum serve_config.yaml",
         "ray start --heads",
+        "pagoda serve --prnt-config",
+        "pagoda config chekc x.yaml",
         "A=$(b c) make tests",
         "docker run x",
     ],

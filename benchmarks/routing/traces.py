@@ -5,15 +5,15 @@ A request's blocks are chained hashes, as in production; only full blocks have o
 
 from __future__ import annotations
 
-import json
 import random
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
+from deployments.cli.bench.trace import BLOCK_SIZE, read_trace
+
 __all__ = ["BLOCK_SIZE", "Request", "agents", "bursts", "documents", "load_mooncake", "no_sharing"]
 
-BLOCK_SIZE = 512  # tokens, as in the Mooncake trace
 STAMP_S = 3.0  # the Mooncake trace's timestamps are multiples of this
 _MASK = 2**64 - 1
 
@@ -31,14 +31,13 @@ class Request:
 def load_mooncake(path: Path, seed: int) -> list[Request]:
     """Read the trace; requests of one timestamp are spread at random over its interval, in order."""
     rng = random.Random(seed)
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     requests = []
-    for stamp, group in groupby(lines, key=lambda line: line["timestamp"] / 1000):
+    for stamp, group in groupby(read_trace(path), key=lambda line: line.at_s):
         members = list(group)
         offsets = sorted(rng.uniform(0, STAMP_S) for _ in members)
         for offset, line in zip(offsets, members, strict=True):
-            blocks = line["hash_ids"][: line["input_length"] // BLOCK_SIZE]
-            requests.append(_request(stamp + offset, line["input_length"], line["output_length"], blocks))
+            blocks = list(line.block_ids[: line.input_tokens // BLOCK_SIZE])
+            requests.append(_request(stamp + offset, line.input_tokens, line.output_tokens, blocks))
     return requests
 
 

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from benchmarks.serving.server import ROOT
-from benchmarks.workloads import VOCABULARY
+from deployments.cli.bench.prompts import random_ids
 
 __all__ = ["Answer", "LoadProcess", "LoadResult", "Window", "main", "measure", "run_load"]
 
@@ -145,7 +145,7 @@ class _Client:
 
     def send(self) -> None:
         """Send the next request; its prompt is new."""
-        prompt = self._random.choices(range(*VOCABULARY), k=PROMPT_TOKENS)
+        prompt = random_ids(self._random, PROMPT_TOKENS)
         body = json.dumps(self._body | {"prompt": prompt}).encode()
         head = "POST /v1/completions HTTP/1.1\r\nHost: benchmark\r\nContent-Type: application/json\r\n"
         self._answer, self._sent, self._has_token = Answer(self._streamed), perf_counter(), False

@@ -12,7 +12,8 @@ import aiohttp
 import numpy as np
 
 from benchmarks.serving.completions import Outcome, complete
-from benchmarks.workloads import VOCABULARY, Workload
+from benchmarks.workloads import Workload
+from deployments.cli.bench.prompts import random_ids
 from engine.async_engine import AsyncEngine
 from engine.outputs import EngineOutput
 from engine.request import EngineRequest
@@ -26,7 +27,6 @@ __all__ = [
     "http_first_tokens",
     "http_gaps",
     "http_tokens_per_s",
-    "random_ids",
 ]
 
 MODEL_NAME = "benchmark"
@@ -161,8 +161,3 @@ def _session() -> aiohttp.ClientSession:
 
 def _body(prompt: list[int], num_tokens: int) -> dict[str, Any]:
     return {"model": MODEL_NAME, "prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, "temperature": 0}
-
-
-def random_ids(rng: random.Random, count: int) -> list[int]:
-    """Draw token ids as the workloads do."""
-    return [rng.randrange(*VOCABULARY) for _ in range(count)]

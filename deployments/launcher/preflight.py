@@ -31,7 +31,7 @@ from deployments.proxy.limits import ProxyLimits
 from deployments.proxy.listeners import is_all_of_ipv6
 from engine.errors import ConfigError, ModelLoadError
 
-__all__ = ["Endpoint", "check_config", "require_free_port"]
+__all__ = ["Endpoint", "check_config", "check_document", "read_document", "require_free_port"]
 
 IMPORT_PATH = "deployments.app:build_app"
 ITS_OWN = "give one of its addresses, 127.0.0.1, or 0.0.0.0 for all of them"
@@ -64,14 +64,20 @@ def check_config(path: Path) -> Endpoint:
         ConfigError: one line that names the file, the first mistake and the remedy.
         ModelLoadError: likewise, of a mistake in the model's config.json.
     """
-    document = _read(path)
+    document = read_document(path)
     try:
-        return _check(document)
+        return check_document(document)[0]
     except (ConfigError, ModelLoadError) as error:
         raise type(error)(f"{path}: {error}") from None
 
 
-def _check(document: dict[str, Any]) -> Endpoint:
+def check_document(document: dict[str, Any]) -> tuple[Endpoint, AppConfig]:
+    """Check the content of a Serve config file; return where it listens, and the arguments of its application.
+
+    Raises:
+        ConfigError: one line that names the first mistake and the remedy.
+        ModelLoadError: likewise, of a mistake in the model's config.json.
+    """
     _check_keys(document, ServeDeploySchema, "the file")
     _check_keys(document.get("http_options") or {}, HTTPOptionsSchema, "http_options")
     _check_keys(document.get("grpc_options") or {}, gRPCOptionsSchema, "grpc_options")
@@ -84,7 +90,10 @@ def _check(document: dict[str, Any]) -> Endpoint:
         raise ConfigError(f"no application has import_path: {IMPORT_PATH}; serve_config.yaml shows one")
     application, config = ours[0]
     prefix = str(application.get("route_prefix") or "/")
-    return Endpoint(http.host, http.port, prefix, config.served_name, config.has_page, config.limits.proxy, config.task)
+    endpoint = Endpoint(
+        http.host, http.port, prefix, config.served_name, config.has_page, config.limits.proxy, config.task
+    )
+    return endpoint, config
 
 
 def _validate(document: dict[str, Any]) -> ServeDeploySchema:
@@ -153,7 +162,8 @@ def _why_not(endpoint: Endpoint, error: OSError | UnicodeError) -> str:
     return f"port {port} on {host} cannot be used ({error.strerror}); change http_options.port"
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_document(path: Path) -> dict[str, Any]:
+    """Return the content of a YAML file; raises ConfigError if it cannot be read, or is not a mapping."""
     try:
         with path.open(encoding="utf-8") as file:  # its name is part of the errors
             document = yaml.safe_load(file)

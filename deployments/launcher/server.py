@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -23,6 +24,7 @@ from deployments.launcher.files import FOLDER, temporary_directory
 from deployments.launcher.log_follower import LogFollower
 from deployments.launcher.preflight import Endpoint
 from deployments.launcher.processes import argument_of, descendants, end, is_alive, replica_processes
+from deployments.launcher.progress import StartProgress
 from deployments.launcher.waiting import WaitingReplicas, unplaced_replicas
 from engine.errors import PagodaError
 
@@ -33,6 +35,8 @@ FAILURE_POLL_S = 2.0
 WAITING_POLL_S = 5.0  # less often: the server has requests to answer
 STOP_GRACE_S = 30.0
 MAX_UNANSWERED = 12  # consecutive requests that the dashboard may leave unanswered before it counts as gone
+# Where `serve run` runs: Ray lets its processes import from this directory first, so a user's may shadow our packages.
+_PACKAGES = Path(__file__).resolve().parents[2]
 DEFAULT_DASHBOARD = "http://127.0.0.1:8265"
 
 
@@ -76,19 +80,28 @@ class Server:
         assert self._process.stdout is not None
         threading.Thread(target=self._print_output, args=(self._process.stdout,), daemon=True).start()
 
-    def wait_until_ready(self, endpoint: Endpoint) -> None:
+    def wait_until_ready(self, endpoint: Endpoint, progress: StartProgress | None = None) -> None:
         """Return when the server answers requests.
+
+        Args:
+            endpoint: where it will.
+            progress: takes what Serve and the replicas' logs say meanwhile.
 
         Raises:
             LaunchError: `serve run` has ended or the application cannot be deployed.
         """
-        next_check = 0.0
+        progress, next_check = progress or StartProgress(), 0.0
+        logs: LogFollower | None = None
         while not _is_healthy(endpoint):
             if self._process.poll() is not None:
                 raise LaunchError(f"serve run ended with exit code {self._process.returncode}; its output is above")
             if time.monotonic() >= next_check:
                 next_check = time.monotonic() + FAILURE_POLL_S
-                self._check_deployments()
+                progress.see_details(self._check_deployments())
+                if logs is None and progress.needs_logs:
+                    logs = self._log_follower(progress.see_line)
+            if logs is not None:
+                logs.show_new_lines()
             time.sleep(POLL_S)
         self._is_ready = True
         self._ends_at_once = True
@@ -98,12 +111,17 @@ class Server:
         """Whether the server has answered requests."""
         return self._is_ready
 
-    def _check_deployments(self) -> None:
-        """Raise LaunchError if an application failed to deploy; print which replicas the cluster has no room for."""
+    def _check_deployments(self) -> dict[str, Any]:
+        """Return Serve's details, and print which replicas the cluster has no room for.
+
+        Raises:
+            LaunchError: an application failed to deploy.
+        """
         details = serve_details(self._dashboard)
         if reason := deployment_failure(details):
             raise LaunchError(reason)
         self._report_waiting(details)
+        return details
 
     def _report_waiting(self, details: dict[str, Any]) -> None:
         if self._waiting.update(details) and (usage := cluster_usage(self._dashboard)):
@@ -112,9 +130,14 @@ class Server:
 
     def follow_logs(self) -> None:
         """Print from now on what the replicas write to their logs, for instance requests and throughput."""
-        if session := argument_of(descendants(), "--session-dir="):
-            self._follower = LogFollower(Path(session) / "logs" / "serve", partial(print, flush=True))
+        self._follower = self._log_follower(partial(print, flush=True))
+        if self._follower is not None:
             self._follower.start()
+
+    def _log_follower(self, show: Callable[[str], None]) -> LogFollower | None:
+        """Return a follower of the replicas' logs from now on; None before Ray has started."""
+        session = argument_of(descendants(), "--session-dir=")
+        return LogFollower(Path(session) / "logs" / "serve", show) if session else None
 
     def wait(self) -> int:
         """Wait until `serve run` ends; return its exit code."""
@@ -176,7 +199,8 @@ def _serve_run(config: Path, variables: dict[str, str]) -> subprocess.Popen[str]
     serve = shutil.which("serve", path=str(Path(sys.executable).parent)) or "serve"
     try:
         return subprocess.Popen(
-            [serve, "run", "--address", "local", str(config)],
+            [serve, "run", "--address", "local", str(config.resolve())],
+            cwd=_PACKAGES,
             env=variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -23,7 +23,7 @@ from pathlib import Path
 from kernels.cgroup import available_cpus
 from kernels.home import home_for
 
-__all__ = ["BuildError", "build", "cache_directory"]
+__all__ = ["BuildError", "build", "cache_directory", "compiler"]
 
 logger = logging.getLogger(__name__)
 
@@ -63,16 +63,16 @@ def build() -> Path:
     Raises:
         BuildError: if there is no compiler, it fails, or the cache directory cannot be written.
     """
-    compiler = _compiler()  # and arguments, as CC may name them
+    command = compiler()  # and arguments, as CC may name them
     sources = sorted(SOURCES.rglob("*.c"))
     if not sources:
         raise BuildError(f"'{SOURCES}' holds no sources; install Pagoda from its checkout")
-    library = cache_directory() / f"cpu-kernels-{_key(compiler, sources)}.so"
+    library = cache_directory() / f"cpu-kernels-{_key(command, sources)}.so"
     if not library.is_file():
         with _only_builder(library.parent):
             if not library.is_file():  # no other process has built it meanwhile
                 logger.info("Compiling the CPU kernels, once for this machine")
-                _compile(compiler, sources, library)
+                _compile(command, sources, library)
     return library
 
 
@@ -97,7 +97,12 @@ def _flags() -> list[str]:
     return [*_FLAGS, *os.environ.get("PAGODA_CPU_CFLAGS", "").split()]
 
 
-def _compiler() -> list[str]:
+def compiler() -> list[str]:
+    """Return the command of the C compiler: that of ``CC``, else the first of cc, gcc and clang.
+
+    Raises:
+        BuildError: if none is installed.
+    """
     names = (os.environ["CC"],) if os.environ.get("CC") else _COMPILERS
     for name in names:
         program, *arguments = shlex.split(name)

@@ -16,6 +16,7 @@ from deployments import launch
 from deployments.launcher import server as server_module
 from deployments.launcher.preflight import Endpoint
 from deployments.launcher.processes import descendants
+from deployments.launcher.progress import StartProgress
 from deployments.launcher.server import Server
 from tests.ports import free_port
 from tests.waiting import HANG_S, until
@@ -73,7 +74,7 @@ def test_a_server_that_does_not_start_ends_the_launcher(
     monkeypatch.setattr(server_module.shutil, "which", lambda *_, **__: str(serve))
     monkeypatch.setattr(server_module, "serve_details", lambda dashboard: details)
     endpoint = Endpoint("127.0.0.1", free_port(), "/", "m")
-    assert launch._serve(tmp_path / "config.yaml", endpoint, threading.Event()) == 1
+    assert launch._serve(tmp_path / "config.yaml", endpoint, threading.Event(), StartProgress()) == 1
     assert capfd.readouterr().err == f"{line}\n"
     assert servers[0]._process.wait(HANG_S) == end
 

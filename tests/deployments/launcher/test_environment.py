@@ -100,3 +100,15 @@ def test_the_launcher_asks_no_proxy(name: str, monkeypatch: pytest.MonkeyPatch) 
         assert serve_details(url) == {"applications": {"pagoda": {}}}
         assert delete_applications(url)
         server.shutdown()
+
+
+def test_files_of_the_environment_are_named_from_the_users_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`serve run` has another working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PAGODA_API_KEYS_FILE", "keys")
+    monkeypatch.setenv("PAGODA_CACHE_DIR", "/cache")
+    variables = environment(ProxyLimits(), tmp_path)
+    assert variables["PAGODA_API_KEYS_FILE"] == str(tmp_path / "keys")
+    assert variables["PAGODA_CACHE_DIR"] == "/cache"
