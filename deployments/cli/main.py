@@ -185,6 +185,27 @@ def bench(
 
 
 @app.command()
+def batch(
+    file: Annotated[Path, typer.Argument(help="JSONL of requests, as for /v1/batches.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="Results; an interrupted run is continued.", show_default=False)],
+    url: Annotated[str | None, typer.Option(help="Base URL of a server; default: an engine of its own.")] = None,
+    config: Annotated[Path, typer.Option(help="Serve config file with the options of that engine.")] = Path(
+        "serve_config.yaml"
+    ),
+    concurrency: Annotated[int, typer.Option(min=1, help="Lines at once at a server.")] = 64,
+    key: Annotated[str | None, KEY_OPTION] = None,
+) -> None:
+    """Run a batch of requests offline, or at a server; the same command continues it after an interruption.
+
+    Each result is durable before it counts, and each line is answered once. Exits with 1 if lines have failed.
+    """
+    from deployments.batches.offline.run import OfflineBatch
+    from deployments.cli.batch import batch as command
+
+    raise typer.Exit(command(OfflineBatch(file, out, url, config, key or "", concurrency)))
+
+
+@app.command()
 def top(
     url: Annotated[str, URL_ARGUMENT] = DEFAULT_URL,
     interval: Annotated[float, typer.Option(min=0.2, help="Seconds between two updates.")] = 1.0,

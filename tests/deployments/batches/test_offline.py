@@ -20,11 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deployments.batches.journal import Record
-from deployments.batches.offline.__main__ import main
 from deployments.batches.offline.result_file import ResultFile
 from deployments.batches.offline.run import OfflineBatch, run_batch
 from engine.errors import ConfigError
 from tests.deployments.batches.conftest import BODY, line
+from tests.deployments.cli.terminal import run as run_pagoda
 from tests.documents import ROOT
 from tests.waiting import HANG_S, until
 
@@ -177,20 +177,14 @@ def test_two_runs_do_not_write_the_same_file(tmp_path: Path) -> None:
         (["empty.jsonl", "--config", "none.yaml"], "has no lines"),
     ],
 )
-def test_a_mistake_is_one_line(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    message: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("in.jsonl").write_text(line("a"))
-    Path("empty.jsonl").write_text("\n")
-    assert main([*arguments, "--out", "out.jsonl"]) == 1
-    error = capsys.readouterr().err.splitlines()
-    assert error[-1].startswith("pagoda: ")
-    assert message in error[-1]
+def test_a_mistake_is_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
+    (tmp_path / "in.jsonl").write_text(line("a"))
+    (tmp_path / "empty.jsonl").write_text("\n")
+    code, text = run_pagoda("batch", *arguments, "--out", "out.jsonl", cwd=tmp_path)
+    assert code == 1
+    error = text.splitlines()[-1]
+    assert error.startswith("pagoda: ")
+    assert message in error
 
 
 def demo_config(directory: Path) -> Path:
@@ -225,18 +219,20 @@ def texts_of(path: Path) -> dict[str, str]:
 def test_an_engine_of_its_own_answers(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     arguments = demo_batch(tmp_path, 6)
-    assert main([*arguments, "--out", str(out)]) == 0
+    code, shown = run_pagoda("batch", *arguments, "--out", str(out))
+    assert code == 0
+    assert "6 lines are answered, 0 have failed" in shown
     assert texts_of(out).keys() == {f"r{index}" for index in range(6)}
     assert all(texts_of(out).values())
     before = out.read_bytes()
-    assert main([*arguments, "--out", str(out)]) == 0  # there is nothing to do, and no engine starts
+    assert run_pagoda("batch", *arguments, "--out", str(out))[0] == 0  # there is nothing to do, and no engine starts
     assert out.read_bytes() == before
 
 
 @pytest.mark.long
 def test_a_run_that_is_killed_is_continued(tmp_path: Path) -> None:
     whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
-    command = [sys.executable, "-m", "deployments.batches.offline", *demo_batch(tmp_path, 120)]
+    command = [sys.executable, "-m", "deployments.cli", "batch", *demo_batch(tmp_path, 120)]
     subprocess.run([*command, "--out", str(whole)], cwd=ROOT, check=True, timeout=HANG_S, env=os.environ)
     for _ in range(3):
         before = num_lines(out)
