@@ -2,6 +2,7 @@
 
     KV events, snapshots --> KVIndex       which replica holds which blocks
                              StateIndex    after which of them a hit may resume, where a model has states
+                             DiskIndex     which blocks its disk holds, where it has a disk cache
     load reports         --> ReplicaTable  how busy each replica is
 
 It owns the lock for all: the event subscriber's thread calls it, while ClusterView reads and updates the same objects
@@ -15,6 +16,7 @@ from math import inf
 from threading import Lock
 
 from deployments.routing.cost import PromptBlocks
+from deployments.routing.disk_index import DiskIndex
 from deployments.routing.kv_index import KVIndex
 from deployments.routing.options import RoutingOptions
 from deployments.routing.replica_table import ReplicaTable
@@ -33,6 +35,7 @@ class RoutingState:
     Attributes:
         lock: held while an index or the table is read or changed.
         index: the blocks that each replica holds.
+        disk: the blocks that each replica's disk holds.
         states: the blocks after which a hit on a replica may resume, if its model has states.
         table: the load of each replica.
         block_size: tokens per block.
@@ -42,6 +45,7 @@ class RoutingState:
         self.lock = Lock()
         self.index = KVIndex()
         self.states = StateIndex()
+        self.disk = DiskIndex()
         self.table = ReplicaTable(options)
         self.block_size = 16
 
@@ -53,6 +57,7 @@ class RoutingState:
             self.table.remove(gone)
             self.index.remove_replica(gone)
             self.states.remove_replica(gone)
+            self.disk.remove_replica(gone)
         self.add_unknown(names)
 
     def add_unknown(self, names: Collection[str]) -> None:
@@ -96,6 +101,7 @@ class RoutingState:
         with self.lock:
             self.index.cleared(replica)
             self.states.cleared(replica)
+            self.disk.remove_replica(replica)
             self._confirm(replica)
 
     def states_stored(self, replica: str, hashes: Iterable[int]) -> None:
@@ -110,16 +116,31 @@ class RoutingState:
             if replica in self.table.by_name:
                 self.states.removed(replica, hashes)
 
-    def replaced(self, replica: str, hashes: Iterable[int], states: Iterable[int] | None = None) -> None:
+    def saved(self, replica: str, hashes: Iterable[int]) -> None:
+        """Record that a replica's disk holds ``hashes``."""
+        with self.lock:
+            if replica in self.table.by_name:
+                self.disk.saved(replica, hashes)
+
+    def unsaved(self, replica: str, hashes: Iterable[int]) -> None:
+        """Record that a replica's disk no longer holds ``hashes``."""
+        with self.lock:
+            self.disk.unsaved(replica, hashes)
+
+    def replaced(
+        self, replica: str, hashes: Iterable[int], states: Iterable[int] | None = None, saved: Iterable[int] = ()
+    ) -> None:
         """Record that a replica holds exactly ``hashes``: a snapshot, which later events continue.
 
-        A hit may resume after ``states`` only; None: the replica's model has no states. The blocks are applied in
-        slices, with decisions in between: a million of them take a quarter of a second.
+        A hit may resume after ``states`` only; None: the replica's model has no states. Its disk holds exactly
+        ``saved``. The blocks are applied in slices, with decisions in between: a million of them take a quarter of a
+        second.
         """
         held = list(hashes)
         with self.lock:
             self._confirm(replica)
             self.states.remove_replica(replica)
+            self.disk.remove_replica(replica)
             gone = list(self.index.blocks(replica).difference(held))
         for change, blocks in ((self.index.removed, gone), (self.index.stored, held)):
             for start in range(0, len(blocks), _SLICE):
@@ -127,6 +148,8 @@ class RoutingState:
                     change(replica, blocks[start : start + _SLICE])
         if states is not None:
             self.states_stored(replica, states)
+        if on_disk := list(saved):
+            self.saved(replica, on_disk)
 
     def events_lost(self, replica: str) -> None:
         """Record that a replica's events are missing: until a snapshot comes, model its cache as an LRU cache."""

@@ -9,7 +9,9 @@ from threading import Condition
 from engine.kv.events import (
     AllBlocksCleared,
     BlockRemoved,
+    BlockSaved,
     BlockStored,
+    BlockUnsaved,
     KVEvent,
     KVEventBatch,
     StateRemoved,
@@ -25,6 +27,7 @@ class Known:
     def __init__(self) -> None:
         self.blocks: defaultdict[str, set[int]] = defaultdict(set)
         self.states: dict[str, set[int]] = {}  # of the replicas whose model has states
+        self.on_disk: defaultdict[str, set[int]] = defaultdict(set)
         self.calls: list[tuple[str, str]] = []  # (method, replica)
         self.awaiting: defaultdict[str, list[list[int]]] = defaultdict(list)  # announced prompts
         self.reports: defaultdict[str, list[tuple[EngineLoad, float]]] = defaultdict(list)
@@ -40,6 +43,7 @@ class Known:
 
     def cleared(self, replica: str) -> None:
         self.blocks[replica].clear()
+        self.on_disk[replica].clear()
         self.states.get(replica, set()).clear()
         self._note("cleared", replica)
 
@@ -51,8 +55,19 @@ class Known:
         self.states.setdefault(replica, set()).difference_update(hashes)
         self._note("states_removed", replica)
 
-    def replaced(self, replica: str, hashes: Iterable[int], states: Iterable[int] | None = None) -> None:
+    def saved(self, replica: str, hashes: Iterable[int]) -> None:
+        self.on_disk[replica].update(hashes)
+        self._note("saved", replica)
+
+    def unsaved(self, replica: str, hashes: Iterable[int]) -> None:
+        self.on_disk[replica].difference_update(hashes)
+        self._note("unsaved", replica)
+
+    def replaced(
+        self, replica: str, hashes: Iterable[int], states: Iterable[int] | None = None, saved: Iterable[int] = ()
+    ) -> None:
         self.blocks[replica] = set(hashes)
+        self.on_disk[replica] = set(saved)
         self.states.pop(replica, None)
         if states is not None:
             self.states[replica] = set(states)
@@ -94,6 +109,14 @@ def stored(*hashes: int) -> tuple[KVEvent, ...]:
 
 def removed(*hashes: int) -> tuple[KVEvent, ...]:
     return tuple(BlockRemoved(block_hash) for block_hash in hashes)
+
+
+def saved(*hashes: int) -> tuple[KVEvent, ...]:
+    return tuple(BlockSaved(block_hash) for block_hash in hashes)
+
+
+def unsaved(*hashes: int) -> tuple[KVEvent, ...]:
+    return tuple(BlockUnsaved(block_hash) for block_hash in hashes)
 
 
 def states_stored(*hashes: int) -> tuple[KVEvent, ...]:

@@ -56,7 +56,7 @@ _snapshot_decoder = msgspec.msgpack.Decoder(Snapshot)
 
 def encode(message: AwaitedMessage | EventsMessage | LoadMessage | Snapshot) -> bytes:
     """Return a message as msgpack."""
-    if isinstance(message, Snapshot) and message.packed_states is None:
+    if isinstance(message, Snapshot) and message.packed_states is None and not message.packed_saved:
         return _encode((message.run_id, message.number, message.packed))  # as ingresses before states expect it
     return _encode(message)
 
@@ -88,6 +88,7 @@ def decode_snapshot(data: bytes) -> Snapshot:
     message = _decode(_snapshot_decoder, data, MAX_SNAPSHOT_BYTES)
     _check_packed(message.packed)
     _check_packed(message.packed_states or b"")
+    _check_packed(message.packed_saved)
     return message
 
 

@@ -21,9 +21,11 @@ from deployments.observability.ingress_metrics import KV_INDEX_GAPS
 from deployments.transport.kv_events.messages import (
     CLEARED,
     REMOVED,
+    SAVED,
     STATE_REMOVED,
     STATE_STORED,
     STORED,
+    UNSAVED,
     AwaitedMessage,
     EventsMessage,
     LoadMessage,
@@ -49,7 +51,7 @@ class Listener(Protocol):
         """The replica has evicted these blocks."""
 
     def cleared(self, replica: str) -> None:
-        """The replica holds no blocks."""
+        """The replica holds no blocks, its disk included."""
 
     def states_stored(self, replica: str, hashes: Iterable[int]) -> None:
         """A hit on the replica, whose model has states, may resume after these blocks."""
@@ -57,10 +59,18 @@ class Listener(Protocol):
     def states_removed(self, replica: str, hashes: Iterable[int]) -> None:
         """A hit on the replica, whose model has states, may no longer resume after these blocks."""
 
-    def replaced(self, replica: str, hashes: Iterable[int], states: Iterable[int] | None = None) -> None:
+    def saved(self, replica: str, hashes: Iterable[int]) -> None:
+        """The replica's disk holds these blocks."""
+
+    def unsaved(self, replica: str, hashes: Iterable[int]) -> None:
+        """The replica's disk no longer holds these blocks."""
+
+    def replaced(
+        self, replica: str, hashes: Iterable[int], states: Iterable[int] | None = None, saved: Iterable[int] = ()
+    ) -> None:
         """The replica holds exactly these blocks (a snapshot); events continue from here.
 
-        A hit may resume after ``states`` only; None: its model has no states.
+        A hit may resume after ``states`` only; None: its model has no states. Its disk holds exactly ``saved``.
         """
 
     def awaited(self, replica: str, hashes: Sequence[int], *, now: float) -> None:
@@ -136,7 +146,7 @@ class ReplicaFeed:
         self._message_arrived(now)
         if nonce != self.nonce:
             return
-        self._listener.replaced(self._replica, message.hashes, message.states)
+        self._listener.replaced(self._replica, message.hashes, message.states, message.saved)
         self._run_id, self._next_number = message.run_id, message.number + 1
         self._is_synced, self._reported_lost, self._num_failures, self.nonce = True, False, 0, None
 
@@ -166,6 +176,10 @@ class ReplicaFeed:
                 self._listener.states_stored(self._replica, hashes)
             elif kind == STATE_REMOVED:
                 self._listener.states_removed(self._replica, hashes)
+            elif kind == SAVED:
+                self._listener.saved(self._replica, hashes)
+            elif kind == UNSAVED:
+                self._listener.unsaved(self._replica, hashes)
             elif kind == CLEARED:
                 self._listener.cleared(self._replica)
 

@@ -118,12 +118,13 @@ class AwaitedMessage(_Message, frozen=True):
 
 
 class Snapshot(_Message, frozen=True):
-    """All cached blocks after batch ``number``, and those after which a hit may resume."""
+    """All cached blocks after batch ``number``, those after which a hit may resume, and those on the disk."""
 
     run_id: _Count
     number: _Number
     packed: _Packed
     packed_states: _Packed | None = None  # None: a hit may resume after every block
+    packed_saved: _Packed = b""  # of the disk cache
 
     @property
     def hashes(self) -> Sequence[int]:
@@ -134,6 +135,11 @@ class Snapshot(_Message, frozen=True):
     def states(self) -> Sequence[int] | None:
         """The hashes of the blocks with a state, in no order; None if the model has no states."""
         return None if self.packed_states is None else unpack_hashes(self.packed_states)
+
+    @property
+    def saved(self) -> Sequence[int]:
+        """The hashes of the blocks in the disk cache, in no order."""
+        return unpack_hashes(self.packed_saved) if self.packed_saved else ()
 
 
 class LoadMessage(_Message, frozen=True):

@@ -13,9 +13,11 @@ from deployments.transport.hashes import pack_hashes
 from deployments.transport.kv_events.codec import encode
 from deployments.transport.kv_events.messages import (
     REMOVED,
+    SAVED,
     STATE_REMOVED,
     STATE_STORED,
     STORED,
+    UNSAVED,
     EventsMessage,
     Snapshot,
 )
@@ -59,13 +61,14 @@ class PackedSet:
 
 
 class KVMirror:
-    """The block hashes that an engine holds after its last batch, and those of them that have a state."""
+    """The block hashes that an engine holds after its last batch, those with a state, and those on its disk."""
 
     def __init__(self) -> None:
         self.run_id = 0
         self.number = -1  # of the last batch; -1: no batch yet
         self._hashes = PackedSet()
         self._states: PackedSet | None = None  # None: no event has said that the model has states
+        self._saved = PackedSet()
         self._snapshot: bytes | None = None  # of the current state, once it was requested
 
     def apply(self, message: EventsMessage) -> None:
@@ -77,6 +80,10 @@ class KVMirror:
                 self._hashes.update(hashes)
             elif kind == REMOVED:
                 self._hashes.difference_update(hashes)
+            elif kind == SAVED:
+                self._saved.update(hashes)
+            elif kind == UNSAVED:
+                self._saved.difference_update(hashes)
             elif kind in (STATE_STORED, STATE_REMOVED):
                 self._states = self._states or PackedSet()
                 change = self._states.update if kind == STATE_STORED else self._states.difference_update
@@ -87,6 +94,7 @@ class KVMirror:
 
     def _clear(self) -> None:
         self._hashes.clear()
+        self._saved.clear()
         if self._states is not None:
             self._states.clear()
 
@@ -99,5 +107,6 @@ class KVMirror:
         """Return the encoded snapshot of the current state; it is built once."""
         if self._snapshot is None:
             states = None if self._states is None else pack_hashes(self._states.words)
-            self._snapshot = encode(Snapshot(self.run_id, self.number, pack_hashes(self._hashes.words), states))
+            hashes, saved = pack_hashes(self._hashes.words), pack_hashes(self._saved.words)
+            self._snapshot = encode(Snapshot(self.run_id, self.number, hashes, states, saved))
         return self._snapshot

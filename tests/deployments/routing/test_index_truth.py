@@ -125,9 +125,19 @@ class Indexed(Known):
         self.routing.states_removed(replica, hashes)
         super().states_removed(replica, hashes)
 
-    def replaced(self, replica: str, hashes: Iterable[int], states: Iterable[int] | None = None) -> None:
-        self.routing.replaced(replica, hashes, states)
-        super().replaced(replica, hashes, states)
+    def saved(self, replica: str, hashes: Iterable[int]) -> None:
+        self.routing.saved(replica, hashes)
+        super().saved(replica, hashes)
+
+    def unsaved(self, replica: str, hashes: Iterable[int]) -> None:
+        self.routing.unsaved(replica, hashes)
+        super().unsaved(replica, hashes)
+
+    def replaced(
+        self, replica: str, hashes: Iterable[int], states: Iterable[int] | None = None, saved: Iterable[int] = ()
+    ) -> None:
+        self.routing.replaced(replica, hashes, states, saved)
+        super().replaced(replica, hashes, states, saved)
 
     def knows(self, replica: str, blocks: set[int], states: set[int]) -> bool:
         """Return whether both hold exactly these blocks and states for the replica."""

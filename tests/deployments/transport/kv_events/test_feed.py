@@ -10,7 +10,18 @@ from deployments.transport.hashes import pack_hashes
 from deployments.transport.kv_events.feed import ReplicaFeed
 from deployments.transport.kv_events.messages import LoadMessage, Snapshot, events_message
 from engine.kv.events import KVEvent
-from tests.deployments.kv_listener import CLEARED, Known, batch, load, removed, states_removed, states_stored, stored
+from tests.deployments.kv_listener import (
+    CLEARED,
+    Known,
+    batch,
+    load,
+    removed,
+    saved,
+    states_removed,
+    states_stored,
+    stored,
+    unsaved,
+)
 
 
 class Feed:
@@ -33,11 +44,13 @@ class Feed:
         run_id: int = 1,
         nonce: str | None = None,
         states: tuple[int, ...] | None = None,
+        saved: tuple[int, ...] = (),
     ) -> None:
         nonce = nonce or self.feed.nonce
         assert nonce is not None, "no snapshot is requested"
         packed_states = None if states is None else pack_hashes(states)
-        self.feed.snapshot(nonce, Snapshot(run_id, number, pack_hashes(hashes), packed_states), self.now)
+        message = Snapshot(run_id, number, pack_hashes(hashes), packed_states, pack_hashes(saved))
+        self.feed.snapshot(nonce, message, self.now)
 
     def tick(self, seconds: float) -> None:
         self.now += seconds
@@ -88,6 +101,18 @@ def test_the_states_of_blocks_are_known_from_the_snapshot_and_the_events(joined:
     assert joined.known.states == {"r": {1, 9}}
     joined.events(10, CLEARED)
     assert joined.known.states == {"r": set()}
+
+
+def test_the_blocks_on_the_disk_are_known_from_the_snapshot_and_the_events(joined: Feed) -> None:
+    on_disk = joined.known.on_disk
+    joined.events(5, (*saved(1, 2), *removed(1)))
+    joined.events(6, unsaved(2))
+    assert (on_disk["r"], joined.blocks) == ({1}, {2})
+    joined.events(9, saved(9))  # a gap
+    joined.snapshot(9, 1, 2, saved=(7, 9))
+    assert on_disk["r"] == {7, 9}
+    joined.events(10, CLEARED)
+    assert on_disk["r"] == set()
 
 
 def test_after_a_gap_old_blocks_are_kept_until_the_snapshot(joined: Feed) -> None:

@@ -36,12 +36,13 @@ from deployments.transport.kv_events.messages import (
     Snapshot,
     events_message,
 )
+from deployments.transport.kv_events.mirror import KVMirror
 from deployments.transport.kv_events.topics import Topics
 from engine.errors import ConfigError
-from engine.observability.load import EngineLoad
+from engine.observability.load import MAX_SOURCE_RATES, EngineLoad, SourceRate
 from engine.observability.step_costs import StepCosts
 from tests.deployments import kv_listener
-from tests.deployments.kv_listener import batch, load, removed, states_removed, states_stored, stored
+from tests.deployments.kv_listener import batch, load, removed, saved, states_removed, states_stored, stored, unsaved
 
 Decode = Callable[[bytes], object]
 DECODERS: list[Decode] = [decode_awaited, decode_events, decode_load, decode_snapshot]
@@ -73,8 +74,9 @@ def test_hashes_are_little_endian_words() -> None:
 
 
 def test_a_load_round_trips() -> None:
-    numbers = range(1, len(EngineLoad.__struct_fields__))
-    sent = EngineLoad(*numbers, step_costs=StepCosts(0.1, 0.2, 0.3, 0.4))
+    numbers = range(1, len(EngineLoad.__struct_fields__) - 1)
+    rates = tuple(SourceRate(f"tcp://10.0.0.{number}:1", 0.1, 7.0) for number in range(MAX_SOURCE_RATES))
+    sent = EngineLoad(*numbers, step_costs=StepCosts(0.1, 0.2, 0.3, 0.4), source_rates=rates)
     received = decode_load(encode(LoadMessage(9, 8, sent)))
     assert (received.run_id, received.number, received.load) == (9, 8, sent)
     assert decode_load(encode(LoadMessage(0, -1, None))).load is None
@@ -94,6 +96,18 @@ def test_a_snapshot_with_states_round_trips() -> None:
         decode_snapshot(msgspec.msgpack.encode([2, 7, b"12345678", b"1234567"]))
 
 
+def test_a_snapshot_with_a_disk_cache_round_trips() -> None:
+    mirror = KVMirror()
+    mirror.apply(events_message(batch(0, (*stored(3), *saved(3, 4, 5))), 0.0))
+    mirror.apply(events_message(batch(1, unsaved(4)), 0.0))
+    message = decode_snapshot(mirror.snapshot())
+    assert (list(message.hashes), message.states, sorted(message.saved)) == ([3], None, [3, 5])
+    mirror.apply(events_message(batch(2, kv_listener.CLEARED), 0.0))
+    assert not decode_snapshot(mirror.snapshot()).saved
+    with pytest.raises(KVMessageError, match="7 bytes"):
+        decode_snapshot(msgspec.msgpack.encode([2, 7, b"12345678", None, b"1234567"]))
+
+
 def test_a_replica_without_states_sends_what_it_sent_before_there_were_any() -> None:
     """So that during an update, ingresses and replicas of either version understand each other."""
     snapshot = msgspec.msgpack.encode([2, 7, pack_hashes([3, 4])])
@@ -106,6 +120,10 @@ def test_a_replica_without_states_sends_what_it_sent_before_there_were_any() -> 
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf, -math.inf, 1e300])
 def test_numbers_are_finite_and_not_negative(value: float) -> None:
     for bad in (replace(load(), prefill_tokens_per_s=value), replace(load(), step_costs=StepCosts(value))):
+        with pytest.raises(KVMessageError):
+            decode_load(encode(LoadMessage(1, 1, bad)))
+    for rates in ((SourceRate("", value, 1.0),), (SourceRate("", 1.0, value),)):
+        bad = replace(load(), source_rates=rates)
         with pytest.raises(KVMessageError):
             decode_load(encode(LoadMessage(1, 1, bad)))
     with pytest.raises(KVMessageError):
