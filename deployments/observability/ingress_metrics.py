@@ -36,6 +36,8 @@ __all__ = [
     "ROUTING_BEST_HIT_TOKENS",
     "ROUTING_DECISIONS",
     "ROUTING_DECISION_SECONDS",
+    "ROUTING_FETCHED_TOKENS",
+    "ROUTING_PREDICTED_FETCH_TOKENS",
     "ROUTING_PREDICTED_HIT_TOKENS",
     "STREAM_PAUSES",
     "ingress_recorder",
@@ -63,6 +65,20 @@ ROUTING_BEST_HIT_TOKENS = Metric(
     "routing_best_hit_tokens",
     "counter",
     "Prompt tokens predicted to be cached on the best replica for each.",
+)
+ROUTING_PREDICTED_FETCH_TOKENS = Metric(
+    "routing_predicted_fetch_tokens",
+    "counter",
+    "Prompt tokens that the chosen replicas were expected to fetch, by source.",
+    ("source",),
+    known=(("disk",), ("peer",)),
+)
+ROUTING_FETCHED_TOKENS = Metric(
+    "routing_fetched_tokens",
+    "counter",
+    "Of those, the prompt tokens that the replicas did not compute.",
+    ("source",),
+    known=(("disk",), ("peer",)),
 )
 INGRESS_REJECTIONS = Metric(
     "ingress_rejections",

@@ -20,6 +20,8 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from math import inf
 from time import monotonic, perf_counter
 
+from msgspec.structs import replace
+
 from deployments.observability.ingress_metrics import (
     BATCH_PAUSES,
     ROUTING_DECISION_SECONDS,
@@ -154,6 +156,8 @@ class Dispatcher:
         ingress_recorder().increment(ROUTING_DECISIONS, outcome=decision.outcome)
         ingress_recorder().observe(ROUTING_DECISION_SECONDS, perf_counter() - started)
         num_others = self._num_others(decision.order[0])  # without this one, which is not counted below at first
+        if (source := self._view.kv_source(decision)) != dispatch.request.kv_source:
+            dispatch.request = replace(dispatch.request, kv_source=source)
         try:
             self._links[decision.order[0]].submit(dispatch)
         except RequestError as error:

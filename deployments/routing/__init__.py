@@ -4,8 +4,11 @@
       +-- RoutingState          applies KV events and load reports; owns the lock
       |     +-- KVIndex         which replica holds which blocks
       |     +-- StateIndex      after which of them a hit may resume, where a model has states
+      |     +-- DiskIndex       which blocks its disk holds, where it has a disk cache
       |     +-- ReplicaTable    how busy each replica is, as the cost of an empty prompt (cost.py)
-      +-- RoutingPolicy         cost of this prompt on each replica -> ranking
+      |           +-- SourceRates   how fast it fetches KV from its disk and from each peer
+      +-- SourceFinder          from where replicas can fetch the beginning of this prompt
+      +-- RoutingPolicy         cost of this prompt on each replica, fetches included (fetches.py) -> ranking
       +-- RecentlyRouted        the last routed requests, for the web page
 
 Knows block hashes, loads and replica names. Does not know Ray Serve, prompt text or HTTP.

@@ -80,5 +80,6 @@ class ClusterLoad:
         idle = max(_MIN_IDLE, 1 - self._busy)
         length = self.answer_tokens if max_tokens is None else min(self.answer_tokens, max_tokens)
         reuse = self._cached_tokens / self._computed_tokens
-        prefill = self._pending / idle + self._decoding / first_token_weight + min(1.0, reuse)
-        return Prices(prefill, (1 + reuse) * length / idle / first_token_weight)
+        memory = min(1.0, reuse)
+        prefill = self._pending / idle + self._decoding / first_token_weight + memory
+        return Prices(prefill, (1 + reuse) * length / idle / first_token_weight, memory)

@@ -16,6 +16,8 @@ from deployments.observability.ingress_metrics import (
     KV_INDEX_BLOCKS,
     REPLICAS,
     ROUTING_BEST_HIT_TOKENS,
+    ROUTING_FETCHED_TOKENS,
+    ROUTING_PREDICTED_FETCH_TOKENS,
     ROUTING_PREDICTED_HIT_TOKENS,
     ingress_recorder,
 )
@@ -23,10 +25,12 @@ from deployments.routing.cost import PromptBlocks
 from deployments.routing.options import RoutingOptions
 from deployments.routing.policy import Decision, RoutingPolicy
 from deployments.routing.recently_routed import RecentlyRouted, RoutedRequest
+from deployments.routing.source_finder import SourceFinder
 from deployments.routing.state import RoutingState
 from deployments.transport.kv_events.subscriber import KVEventSubscriber
 from deployments.transport.replica_metadata import BLOCK_SIZE, ENDPOINT
 from deployments.transport.request_channel.dispatch import Dispatch
+from engine.request import KVSource
 
 __all__ = ["ClusterView", "cluster_view"]
 
@@ -49,6 +53,7 @@ class ClusterView:
         self._clock = clock or time.monotonic
         self._lock, self._table, self._index = self.routing.lock, self.routing.table, self.routing.index
         self._policy = RoutingPolicy(self._table)
+        self._sources = SourceFinder(self.routing)
         self._recorder = ingress_recorder()
         self._recently_routed = RecentlyRouted()
         self._subscriber: KVEventSubscriber | None = None
@@ -93,6 +98,7 @@ class ClusterView:
         }
         self._observed = self._listed | draining
         self.routing.set_replicas(self._observed)
+        self._sources.set_replicas(self._observed)
         endpoints = {name: described[ENDPOINT] for name, described in self._observed.items() if ENDPOINT in described}
         if self._subscriber is None and endpoints:
             self._subscriber = KVEventSubscriber(self.routing, self._recorder)
@@ -107,17 +113,32 @@ class ClusterView:
         with self._lock:
             if not self._table.by_name.keys() >= set(candidates):  # one may be unlisted already
                 self.routing.add_unknown(candidates)
-            self._table.sample(self._clock())
+            now = self._clock()
+            self._table.sample(now)
             prompt = PromptBlocks(dispatch.request.num_tokens, hashes, block_size)
             num_cached_blocks, max_tokens = self.routing.num_cached_blocks(prompt), dispatch.request.params.max_tokens
-            decision = self._policy.choose(candidates, prompt, num_cached_blocks, dispatch.avoid, max_tokens)
+            sources = self._sources.find(
+                prompt, num_cached_blocks, avoid=dispatch.avoid, request_id=dispatch.request.request_id, now=now
+            )
+            decision = self._policy.choose(candidates, prompt, num_cached_blocks, dispatch.avoid, max_tokens, sources)
+            if sources is not None and sources.guesses and decision.fetch is not None:
+                self._table.rates.guessed(now)
         for metric, num_blocks in (
             (ROUTING_PREDICTED_HIT_TOKENS, decision.num_cached_blocks),
             (ROUTING_BEST_HIT_TOKENS, decision.max_cached_blocks),
         ):
             if num_blocks:
                 self._recorder.increment(metric, num_blocks * block_size)
+        if (fetch := decision.fetch) is not None:
+            kind = "disk" if fetch.holder is None else "peer"
+            self._recorder.increment(ROUTING_PREDICTED_FETCH_TOKENS, fetch.num_fetched * block_size, source=kind)
         return decision
+
+    def kv_source(self, decision: Decision) -> KVSource | None:
+        """Return what a request tells its replica of the peer from which it may fetch KV; None if from none."""
+        if decision.fetch is None or (holder := decision.fetch.holder) is None:
+            return None
+        return KVSource(holder.endpoint, holder.secret, decision.fetch.num_blocks * self.routing.block_size)
 
     def sent(self, dispatch: Dispatch, decision: Decision) -> None:
         """Add a dispatch, which has just been sent to its replica, to the load there.
@@ -134,7 +155,7 @@ class ClusterView:
             self._recently_routed.add(dispatch, decision, block_size)
             self._index.expire(now)
             if dispatch.replica in self._table.by_name:
-                num_cached_tokens = decision.num_cached_blocks * block_size
+                num_cached_tokens = decision.num_held_blocks * block_size
                 dispatch.num_uncached_tokens = max(1, dispatch.request.num_tokens - num_cached_tokens)
                 self._table.sent(dispatch)
                 self._table.cluster.sent(num_cached_tokens, dispatch.num_uncached_tokens)
@@ -147,6 +168,9 @@ class ClusterView:
                 self._table.ended(dispatch)
             if dispatch.num_tokens:
                 self._table.cluster.answered(dispatch.num_tokens)
+                if isinstance(routed := dispatch.routed, RoutedRequest) and routed.source:
+                    came = routed.num_fetched_of(dispatch.num_cached_tokens)
+                    self._recorder.increment(ROUTING_FETCHED_TOKENS, came, source=routed.source_kind)
             if dispatch.replica in self._observed and dispatch.replica not in self._listed:
                 self._update_observed()
 

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from engine.observability.step_costs import StepCosts
 
-__all__ = ["Prices", "PromptBlocks", "PromptCost", "ReplicaCost", "prompt_cost", "prompt_costs"]
+__all__ = ["Fetch", "Holder", "Prices", "PromptBlocks", "PromptCost", "ReplicaCost", "prompt_cost", "prompt_costs"]
 
 
 class PromptBlocks(NamedTuple):
@@ -41,6 +41,27 @@ class Prices(NamedTuple):
 
     prefill: float = 0.0  # price
     decode: float = 0.0  # (1 + reuse) * L / (1 - b) / F
+    memory: float = 0.0  # the part of ``prefill`` for the blocks that a stored one evicts
+
+
+class Holder(NamedTuple):
+    """A replica from which others can read pages."""
+
+    name: str
+    endpoint: str  # where it serves them
+    secret: str  # that it asks for
+    num_blocks: int  # leading blocks of the prompt that it has reported to hold
+
+
+class Fetch(NamedTuple):
+    """A part of a prompt that a replica fetches before it computes the rest: see fetches.py."""
+
+    holder: Holder | None  # None: the replica's own disk
+    num_blocks: int  # leading blocks of the prompt that the replica holds afterwards
+    num_fetched: int  # of them
+    seconds: float  # that the fetch takes
+    evicted_s: float  # to compute again what it evicts
+    saved_s: float  # how much less the prompt costs than if it is computed
 
 
 class PromptCost(NamedTuple):
@@ -48,8 +69,9 @@ class PromptCost(NamedTuple):
 
     queue_s: float
     prefill_s: float
-    others_s: float  # price * prefill
+    others_s: float  # price * prefill, and what a fetch evicts
     decode_s: float  # decode / F
+    fetch_s: float = 0.0  # that a fetch takes longer than the queue
 
 
 class ReplicaCost:
@@ -112,9 +134,15 @@ def prompt_costs(
     return costs
 
 
-def prompt_cost(replica: ReplicaCost, prompt: PromptBlocks, num_cached_blocks: int, prices: Prices) -> PromptCost:
-    """Return the parts of the cost of ``prompt`` on one replica."""
-    uncached = max(1, prompt.num_tokens - num_cached_blocks * prompt.block_size)
-    prefill_s = replica.seconds_per_token * uncached
+def prompt_cost(
+    replica: ReplicaCost, prompt: PromptBlocks, num_cached_blocks: int, prices: Prices, fetch: Fetch | None = None
+) -> PromptCost:
+    """Return the parts of the cost of ``prompt`` on one replica, which computes what it has not cached or fetches."""
+    num_known = num_cached_blocks if fetch is None else fetch.num_blocks
+    prefill_s = replica.seconds_per_token * max(1, prompt.num_tokens - num_known * prompt.block_size)
+    others_s = prices.prefill * prefill_s
     decode_s = prices.decode * (replica.step_s + replica.kv_token_s * prompt.num_tokens)
-    return PromptCost(replica.queue_s, prefill_s, prices.prefill * prefill_s, decode_s)
+    if fetch is None:
+        return PromptCost(replica.queue_s, prefill_s, others_s, decode_s)
+    fetch_s = max(0.0, fetch.seconds - replica.queue_s)
+    return PromptCost(replica.queue_s, prefill_s, others_s + fetch.evicted_s, decode_s, fetch_s)

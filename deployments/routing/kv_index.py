@@ -98,6 +98,14 @@ class KVIndex:
         holdings = self._holdings.get(replica)
         return holdings is not None and block in holdings.assumed
 
+    def num_confirmed_blocks(self, replica: str, hashes: Sequence[int], num_blocks: int) -> int:
+        """Return how many of the first ``num_blocks`` blocks of a prompt, which a replica holds, events reported."""
+        if (holdings := self._holdings.get(replica)) is None or not num_blocks:
+            return 0
+        if hashes[num_blocks - 1] in holdings.confirmed:
+            return num_blocks
+        return _num_leading(hashes[:num_blocks], lambda block: block in holdings.confirmed)
+
     def blocks(self, replica: str) -> frozenset[int]:
         """Return the confirmed blocks of ``replica``."""
         holdings = self._holdings.get(replica)

@@ -17,7 +17,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from deployments.routing.cost import PromptBlocks, PromptCost, prompt_cost, prompt_costs
+from deployments.routing.cost import Fetch, Prices, PromptBlocks, PromptCost, prompt_cost, prompt_costs
+from deployments.routing.fetches import Sources, best_fetch, saved_per_block
 from deployments.routing.replica_table import ReplicaTable
 
 __all__ = ["Decision", "RoutingPolicy"]
@@ -26,7 +27,7 @@ _GOLDEN_RATIO_64 = (
     0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads values that differ in few bits (Fibonacci hashing)
 )
 _MASK_64 = 2**64 - 1
-_FREE = PromptCost(0.0, 0.0, 0.0, 0.0)
+_FREE = PromptCost(0.0, 0.0, 0.0, 0.0, 0.0)
 _TIED = 1.002  # times the lowest cost
 
 
@@ -40,6 +41,12 @@ class Decision:
     max_cached_blocks: int  # the most that any replica is predicted to have cached
     cost: PromptCost = _FREE  # of order[0]
     next_cost_s: float | None = None  # the whole cost of order[1]; None: there is no other
+    fetch: Fetch | None = None  # what order[0] fetches before it computes the rest
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Leading blocks of the prompt that order[0] need not compute."""
+        return self.num_cached_blocks if self.fetch is None else self.fetch.num_blocks
 
 
 class RoutingPolicy:
@@ -56,6 +63,7 @@ class RoutingPolicy:
         num_cached_blocks: Mapping[str, int],
         avoid: Collection[str],
         max_tokens: int | None = None,
+        sources: Sources | None = None,
     ) -> Decision:
         """Rank ``candidates``, at least one and all in the table.
 
@@ -65,10 +73,12 @@ class RoutingPolicy:
             num_cached_blocks: how many leading blocks of the prompt each replica has cached; absent means none.
             avoid: replicas that have just failed this request.
             max_tokens: the most that the answer may have; None sets no limit.
+            sources: from where the prompt's beginning can be fetched; None: from nowhere.
         """
         prices = self._table.cluster.prices(max_tokens, self._table.options.first_token_weight)
         costs = prompt_costs(candidates, self._table.by_name, prompt, num_cached_blocks, prices)
         tiers = self._tiers(candidates, avoid)
+        fetches = self._fetch(prompt, num_cached_blocks, prices, sources, costs, tiers) if sources else {}
         order = self._cheapest_first(candidates, costs, tiers)
         best = max(num_cached_blocks.values(), default=0)
         if hashes := prompt.hashes:
@@ -76,15 +86,51 @@ class RoutingPolicy:
             preferred = self._by_rendezvous_hash(self._tied(order, costs, num_cached_blocks, tiers), first_uncached)
             order.remove(preferred)
             order.insert(0, preferred)
-        first, predicted = order[0], num_cached_blocks.get(order[0], 0)
+        first, predicted, fetch = order[0], num_cached_blocks.get(order[0], 0), fetches.get(order[0])
         return Decision(
             order,
             _outcome(bool(hashes), bool(avoid), predicted, best),
             predicted,
             best,
-            prompt_cost(self._table.by_name[first], prompt, predicted, prices),
+            prompt_cost(self._table.by_name[first], prompt, predicted, prices, fetch),
             costs[order[1]] if len(order) > 1 else None,
+            fetch,
         )
+
+    def _fetch(
+        self,
+        prompt: PromptBlocks,
+        num_cached_blocks: Mapping[str, int],
+        prices: Prices,
+        sources: Sources,
+        costs: dict[str, float],
+        tiers: Mapping[str, int],
+    ) -> dict[str, Fetch]:
+        """Return what the replicas fetch, and reduce their costs by what that saves.
+
+        It leaves out replicas that would cost more than the cheapest one even if a fetch took no time.
+        """
+        replicas, fetches = self._table.by_name, dict[str, Fetch]()
+        usual = [name for name in costs if not tiers.get(name)] or list(costs)
+        cheapest = min(costs[name] for name in usual)
+        most, per_block = sources.max_blocks, saved_per_block(prompt, prices)
+        floors = []
+        for name in usual:
+            missing = most - num_cached_blocks.get(name, 0)
+            floor = costs[name] - missing * per_block * replicas[name].seconds_per_token
+            if missing > 0 and floor <= cheapest * _TIED:
+                floors.append((floor, name))
+        floors.sort()
+        for floor, name in floors:
+            if floor > cheapest * _TIED:
+                break
+            cached = num_cached_blocks.get(name, 0)
+            fetch = best_fetch(name, replicas[name], prompt, cached, sources, prices)
+            if fetch is not None:
+                fetches[name] = fetch
+                costs[name] -= fetch.saved_s
+                cheapest = min(cheapest, costs[name])
+        return fetches
 
     def _tiers(self, candidates: Sequence[str], avoid: Collection[str]) -> dict[str, int]:
         """Return 0 for usual candidates, 1 for those that rank last, 2 for those to avoid; empty if all are usual."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deployments.routing.policy import Decision
 from deployments.transport.request_channel.dispatch import Dispatch
@@ -17,6 +17,7 @@ from deployments.transport.request_channel.dispatch import Dispatch
 __all__ = ["RecentlyRouted", "RoutedRequest"]
 
 LENGTH = 50
+DISK_NAME = "disk"  # a source; replicas have longer names
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,20 @@ class RoutedRequest:
     others_s: float  # what that prefill costs other requests
     decode_s: float  # the answer's steps, as seconds before a first token
     next_s: float | None  # the sum of these on the next best replica; None: there is none
+    source: str = (
+        ""  # from where the replica fetches a part of the prompt: DISK, or another replica; empty: it does not
+    )
+    fetched_tokens: int = 0  # that it fetches
+    fetch_s: float = 0.0  # how long that takes; only what exceeds queue_s is a part of the cost
+
+    @property
+    def source_kind(self) -> str:
+        """The label of metrics: disk or peer."""
+        return "disk" if self.source == DISK_NAME else "peer"
+
+    def num_fetched_of(self, num_cached_tokens: int) -> int:
+        """Return how many of the tokens that an engine found in its memory it must have fetched as predicted."""
+        return max(0, min(self.fetched_tokens, num_cached_tokens - self.predicted_tokens))
 
 
 class RecentlyRouted:
@@ -70,6 +85,13 @@ class RecentlyRouted:
             decode_s=round(decision.cost.decode_s, 4),
             next_s=None if decision.next_cost_s is None else round(decision.next_cost_s, 4),
         )
+        if (fetch := decision.fetch) is not None:
+            routed = replace(
+                routed,
+                source=DISK_NAME if fetch.holder is None else fetch.holder.name,
+                fetched_tokens=fetch.num_fetched * block_size,
+                fetch_s=round(fetch.seconds, 4),
+            )
         dispatch.routed = routed
         self._routed.append(routed)
 

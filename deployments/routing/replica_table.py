@@ -14,6 +14,7 @@ from deployments.routing.cluster_load import ClusterLoad
 from deployments.routing.cost import ReplicaCost
 from deployments.routing.options import RoutingOptions
 from deployments.routing.replica_load import ReplicaLoad
+from deployments.routing.source_rates import SourceRates
 from deployments.transport.request_channel.dispatch import Dispatch
 from engine.observability.load import EngineLoad
 from engine.observability.step_costs import StepCosts
@@ -47,6 +48,7 @@ class ReplicaTable:
 
     Attributes:
         cluster: how busy they are on average.
+        rates: how fast they fetch KV from elsewhere.
     """
 
     def __init__(self, options: RoutingOptions) -> None:
@@ -54,6 +56,7 @@ class ReplicaTable:
         self.by_name: dict[str, Replica] = {}
         self.any_ranks_last = False
         self.cluster = ClusterLoad()
+        self.rates = SourceRates()
         self._pending = self._decoding = self._busy = 0  # sums over the replicas; busy: those with anything pending
         self._fresh_until = inf  # no report expires before then
         self._mean_rate = 1.0  # prefill tokens/s; for replicas that have not measured theirs
@@ -69,6 +72,7 @@ class ReplicaTable:
     def remove(self, name: str) -> None:
         """Remove a replica."""
         self._count(self.by_name.pop(name), 0, 0)
+        self.rates.remove(name)
         self._fresh_until = -inf
 
     def report(self, name: str, load: EngineLoad, now: float) -> None:
@@ -76,6 +80,8 @@ class ReplicaTable:
         replica = self.by_name[name]
         replica.load.reported(load, now=now, transit_s=self.options.transit_s)
         replica.fresh_until = now + self.options.stale_after_s
+        if load.source_rates:
+            self.rates.report(name, load.source_rates, now)
         if now >= self._next_speeds_update:
             self._next_speeds_update = now + _SPEEDS_INTERVAL_S
             self._update_speeds()

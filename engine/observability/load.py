@@ -9,11 +9,21 @@ from msgspec import Meta, Struct
 
 from engine.observability.step_costs import StepCosts
 
-__all__ = ["EngineLoad", "EngineStats"]
+__all__ = ["MAX_SOURCE_RATES", "EngineLoad", "EngineStats", "SourceRate"]
+
+MAX_SOURCE_RATES = 8  # of a report
 
 
 _Count: TypeAlias = Annotated[int, Meta(ge=0)]
 _Measure: TypeAlias = Annotated[float, Meta(ge=0, le=1e15)]  # excludes NaN and infinity
+
+
+class SourceRate(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """How fast the engine has fetched KV from one source, on average over the latest transfers. It can be pickled."""
+
+    source: Annotated[str, Meta(max_length=256)]  # where a peer serves its pages; empty: this engine's disk
+    latency_s: _Measure  # from the request to the first page
+    tokens_per_s: _Measure  # after that; 0: not measured yet
 
 
 class EngineLoad(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -31,6 +41,7 @@ class EngineLoad(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
     num_pending: _Count = 0  # answers whose prompts are not computed yet
     num_pending_tokens: _Count = 0  # in their contexts
     step_costs: StepCosts = StepCosts()  # measured
+    source_rates: Annotated[tuple[SourceRate, ...], Meta(max_length=MAX_SOURCE_RATES)] = ()  # the latest measured
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from time import perf_counter
 
 from engine.errors import OverloadedError
 from engine.kv.block_manager import BlockManager
-from engine.observability.load import EngineLoad, EngineStats
+from engine.observability.load import EngineLoad, EngineStats, SourceRate
 from engine.observability.observer import EngineObserver
 from engine.observability.step_costs import StepSpeeds
 from engine.scheduling.prefill_backlog import PrefillBacklog
@@ -30,6 +30,10 @@ class LoadMeter(EngineObserver):
         block_manager: has the KV pool.
         backlog: the prefill tokens still to be computed; the meter keeps it up to date.
         clock: monotonic seconds.
+
+    Attributes:
+        source_rates: returns how fast KV has come from each source, the latest ``MAX_SOURCE_RATES``. What fetches KV
+            sets it.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class LoadMeter(EngineObserver):
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.speeds = StepSpeeds()
+        self.source_rates: Callable[[], tuple[SourceRate, ...]] = tuple
         self.num_steps = 0
         self.num_changes = 0  # requests that have arrived, and requests that have left
         self._scheduler = scheduler
@@ -66,6 +71,7 @@ class LoadMeter(EngineObserver):
             num_pending=self._backlog.num_sequences,
             num_pending_tokens=self._backlog.num_context_tokens,
             step_costs=self.speeds.costs,
+            source_rates=self.source_rates(),
         )
 
     def stats(self) -> EngineStats:

@@ -173,11 +173,14 @@ function row(route) {
     make("td", { className: "number best", title: costParts(route) }, duration(1000 * cost(route))));
 }
 
-const cost = (route) => route.queue_s + route.prefill_s + route.others_s + route.decode_s;
+const cost = (route) => 
+  route.queue_s + route.prefill_s + route.others_s + route.decode_s + Math.max(0, route.fetch_s - route.queue_s);
 
 function costParts(route) {
   const seconds = (value) => duration(1000 * value);
   const next = route.next_s === null ? "no other replica" : `next best replica ${seconds(route.next_s)}`;
-  return `queue ${seconds(route.queue_s)}, prefill ${seconds(route.prefill_s)}, ` +
+  const fetch = route.source ? `${count(route.fetched_tokens)} tokens from ${route.source} in ` +
+    `${seconds(route.fetch_s)} meanwhile, ` : "";
+  return `queue ${seconds(route.queue_s)}, ${fetch}prefill ${seconds(route.prefill_s)}, ` +
     `delay of others ${seconds(route.others_s)}, decoding ${seconds(route.decode_s)}; ${next}`;
 }

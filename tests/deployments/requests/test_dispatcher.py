@@ -9,15 +9,18 @@ from math import inf
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from deployments.errors import RequestTimeoutError
 from deployments.requests.dispatcher import Dispatcher
 from deployments.requests.generation import Generation
 from deployments.requests.prompt import Prompt
 from deployments.routing.cluster_view import ClusterView
+from deployments.transport.pages.address import PageAddress
 from deployments.transport.request_channel.dispatch import Dispatch
 from engine.errors import EngineDeadError, OverloadedError, RequestError
-from engine.request import EngineRequest
+from engine.observability.load import SourceRate
+from engine.request import EngineRequest, KVSource
 from engine.sampling_params import SamplingParams
 from tests.deployments.fakes import IDLE, FakeText
 from tests.deployments.transport.request_channel.peers import Peers, Replica, tokens_of
@@ -127,6 +130,26 @@ async def test_the_view_lists_recently_routed_requests(front: Front) -> None:
     assert (first.replica, first.outcome) == ("b", "hit")
     assert (first.prompt_tokens, first.predicted_tokens, first.best_tokens) == (13, 8, 8)
     assert (second.outcome, second.predicted_tokens, second.replica) == ("retry", 0, "a")
+
+
+async def test_the_request_names_the_source_that_was_chosen_and_a_retry_forgets_it(front: Front) -> None:
+    await front.add("a", "b")
+    pages = {name: PageAddress(f"tcp://{name}:1", f"secret of {name}") for name in "ab"}
+    described = {name: {"block_size": 4, **front.replicas[name].server.address.metadata} for name in "ab"}
+    front.view.set_replicas({name: described[name] | pages[name].metadata for name in "ab"})
+    front.view.routing.replaced("a", [1, 2])
+    measured = SourceRate("tcp://a:1", 0.0, 1e6)
+    busy = replace(IDLE, prefill_tokens_per_s=100.0, queued_prefill_tokens=1_000)
+    front.view.routing.report("a", busy, now=0.0)
+    front.view.routing.report("b", replace(busy, queued_prefill_tokens=0, source_rates=(measured,)), now=0.0)
+    dispatch = front.send([1, 2, 3])
+    assert dispatch.replica == "b"
+    assert dispatch.request.kv_source == KVSource("tcp://a:1", "secret of a", 8)
+    assert front.view.recently_routed()[0].source == "a"
+    assert len(await tokens_of(dispatch)) == 5
+    again = Dispatch(dispatch.request, [1, 2, 3], avoid=["a"])
+    assert front.dispatcher._try_send(again)
+    assert again.request.kv_source is None
 
 
 async def test_a_replica_that_is_full_here_is_not_chosen_nor_counted_as_a_hit(peers: Peers) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deployments.routing.cost import PromptCost
+from deployments.routing.cost import Fetch, Holder, PromptCost
 from deployments.routing.policy import Decision
 from deployments.routing.recently_routed import LENGTH, RecentlyRouted, RoutedRequest
 from tests.deployments.routing.dispatches import dispatch_of
@@ -16,6 +16,16 @@ def test_a_request_is_listed_when_it_is_sent() -> None:
     decision = Decision(["b", "a"], "balanced", 1, 4, PromptCost(0.5, 0.25, 1.0, 0.125), 2.5)
     routed.add(dispatch_of([1, 2, 3, 4], 70, "b"), decision, 16)
     assert routed.requests() == [RoutedRequest(8.0, "b", "balanced", 70, 16, 64, 0.5, 0.25, 1.0, 0.125, 2.5)]
+
+
+def test_a_request_is_listed_with_its_source() -> None:
+    routed, cost = RecentlyRouted(clock=lambda: 8.0), PromptCost(0.5, 0.25, 1.0, 0.125, 0.25)
+    for holder, name in ((Holder("a", "tcp://a:1", "secret", 4), "a"), (None, "disk")):
+        fetch = Fetch(holder, 3, 2, 0.75, 0.0, 1.0)
+        routed.add(dispatch_of([1, 2, 3, 4], 70, "b"), Decision(["b"], "balanced", 1, 4, cost, None, fetch), 16)
+        entry = routed.requests()[-1]
+        assert (entry.source, entry.fetched_tokens, entry.fetch_s) == (name, 32, 0.75)
+        assert [entry.num_fetched_of(cached) for cached in (0, 16, 40, 48, 64)] == [0, 0, 24, 32, 32]
 
 
 def test_a_returned_request_is_listed_with_its_last_replica() -> None:

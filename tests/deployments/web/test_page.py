@@ -149,7 +149,7 @@ async def test_the_documented_shape() -> None:
     cluster = Cluster()
     nothing = 0.0, 0.0, 0.0, 0.0, None
     cluster.routed = {
-        "i": [RoutedRequest(5.0, "a", "hit", 90, 64, 64, 0.1, 0.02, 0.01, 0.03, 0.2)],
+        "i": [RoutedRequest(5.0, "a", "hit", 90, 64, 64, 0.1, 0.02, 0.01, 0.03, 0.2, "b", 16, 0.05)],
         "j": [RoutedRequest(6.0, "b", "cold", 30, 0, 0, *nothing), RoutedRequest(4.0, "b", "cold", 31, 0, 0, *nothing)],
     }
     state = json.loads(await cluster.view().body())
@@ -189,6 +189,9 @@ async def test_the_documented_shape() -> None:
         "others_s": 0.01,
         "decode_s": 0.03,
         "next_s": 0.2,
+        "source": "b",
+        "fetched_tokens": 16,
+        "fetch_s": 0.05,
     }
 
 

@@ -1,0 +1,106 @@
+"""Fetches: what it costs a replica to fetch a part of a prompt's KV instead of computing it, in seconds as in cost.py.
+
+A replica that holds the beginning of a prompt can fetch ``k`` further tokens, from its disk or from a peer, and compute
+the rest:
+
+    cost    = max(queue, T) + (1 + price) * prefill + min(1, reuse) * k / P + decode / F
+    T       = latency + k * seconds per token of that source
+    prefill = uncached tokens / P, less k / P
+
+The request waits for the fetch outside the queue, so the engine computes other prompts meanwhile: what takes no longer
+than the queue costs nothing, and what takes longer costs this request alone. Fetched blocks evict others, as computed
+ones do. Without that part of the price, replicas whose caches are full would fill them with copies of each other's.
+
+The cost is linear in ``k`` on both sides of ``T = queue``, so it is lowest at no tokens, at all that the source holds,
+or at those that come while the request would queue. Nothing is fetched from a source that is slower than computing:
+engines do not wait that long.
+
+Arithmetic only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from deployments.routing.cost import Fetch, Holder, Prices, PromptBlocks, ReplicaCost
+from deployments.routing.source_rates import DISK, FetchRate, SourceRates
+
+__all__ = ["Sources", "best_fetch", "saved_per_block"]
+
+_GUESSED_LATENCY_S = 0.05
+_GUESSED_SHARE = 0.5  # of the time that computing takes
+
+
+class Sources(NamedTuple):
+    """From where replicas can fetch the beginning of one prompt."""
+
+    rates: SourceRates
+    holders: Sequence[Holder] = ()  # those that hold the most first
+    takers: Collection[str] = ()  # replicas that can fetch from them
+    on_disk: Mapping[str, int] = {}  # replica -> leading blocks that it holds if its disk is counted
+    are_divisible: bool = True  # a part of what a source holds is worth something
+    guesses: bool = False  # a peer of an unknown rate is taken to be twice as fast as computing
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self.holders or self.on_disk)
+
+    @property
+    def max_blocks(self) -> int:
+        """The most leading blocks that any of them holds."""
+        held = max((holder.num_blocks for holder in self.holders), default=0)
+        return max(held, *self.on_disk.values()) if self.on_disk else held
+
+    def options(
+        self, name: str, replica: ReplicaCost, num_cached: int
+    ) -> Iterator[tuple[Holder | None, int, FetchRate]]:
+        """Yield (peer or None for the disk, blocks that it holds, rate) of what holds more than a replica's memory."""
+        on_disk = self.on_disk.get(name, 0)
+        if on_disk > num_cached and (rate := self.rates.get(name, DISK)) is not None:
+            yield None, on_disk, rate
+        for holder in self.holders if name in self.takers else ():
+            if holder.num_blocks > num_cached and holder.name != name:
+                rate = self.rates.get(name, holder.endpoint)
+                if rate is None and self.guesses:
+                    rate = FetchRate(_GUESSED_LATENCY_S, _GUESSED_SHARE * replica.seconds_per_token)
+                if rate is not None:
+                    yield holder, holder.num_blocks, rate
+
+
+def best_fetch(
+    name: str, replica: ReplicaCost, prompt: PromptBlocks, num_cached: int, sources: Sources, prices: Prices
+) -> Fetch | None:
+    """Return the fetch that saves a replica the most; None if no fetch costs less than computing.
+
+    Args:
+        name: of the replica.
+        replica: its cost.
+        prompt: the prompt.
+        num_cached: leading blocks of the prompt that the replica's memory holds.
+        sources: of the prompt.
+        prices: what is the same on all replicas.
+    """
+    best: Fetch | None = None
+    computed_s = replica.seconds_per_token * prompt.block_size
+    saved_s = saved_per_block(prompt, prices) * replica.seconds_per_token
+    limit = max(0, prompt.num_tokens - 1) // prompt.block_size  # the last token is computed in any case
+    for holder, num_held, (latency_s, seconds_per_token) in sources.options(name, replica, num_cached):
+        most, block_s = min(num_held, limit) - num_cached, seconds_per_token * prompt.block_size
+        if most <= 0 or block_s >= computed_s:
+            continue
+        hidden = min(most, int((replica.queue_s - latency_s) / block_s)) if sources.are_divisible else most
+        for number in {most, hidden}:
+            seconds = latency_s + number * block_s
+            if number <= 0:
+                continue
+            saved = number * saved_s - max(0.0, seconds - replica.queue_s)
+            if best is None or saved > best.saved_s:
+                evicted_s = prices.memory * computed_s * number
+                best = Fetch(holder, num_cached + number, number, seconds, evicted_s, saved)
+    return best if best is not None and best.saved_s > 0 else None
+
+
+def saved_per_block(prompt: PromptBlocks, prices: Prices) -> float:
+    """Return what a block saves that is fetched in no time, for a replica that computes a token in one second."""
+    return (1 + prices.prefill - prices.memory) * prompt.block_size

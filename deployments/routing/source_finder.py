@@ -1,0 +1,110 @@
+"""SourceFinder: from where the replicas can fetch the beginning of a prompt: their disks, and peers that serve pages.
+
+Only what a peer's events have reported is counted: a block that is assumed to be there may still have to be computed.
+A replica that drains serves pages until it ends. One that has just failed the request, or whose reports have expired,
+is no source. Peers' disks are not read.
+
+It takes no lock: the caller holds that of RoutingState.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from itertools import islice
+from typing import Any
+
+import xxhash
+
+from deployments.routing.cost import Holder, PromptBlocks
+from deployments.routing.fetches import Sources
+from deployments.routing.state import RoutingState
+from deployments.transport.pages.address import PageAddress
+
+__all__ = ["SourceFinder"]
+
+_MAX_HOLDERS = 3  # that are compared
+_MAX_TRIED = 8
+_GUESS_EVERY = 16  # requests, so that not all ingresses guess at once
+
+
+class SourceFinder:
+    """Finds the sources of prompts.
+
+    Args:
+        routing: the replicas' caches and loads.
+    """
+
+    def __init__(self, routing: RoutingState) -> None:
+        self._routing = routing
+        self._addresses: dict[str, PageAddress] = {}
+
+    def set_replicas(self, metadata: Mapping[str, Mapping[str, Any]]) -> None:
+        """Replace the set of replicas that run: name -> the metadata that the replica reported."""
+        addresses = {name: PageAddress.from_metadata(described) for name, described in metadata.items()}
+        self._addresses = {name: address for name, address in addresses.items() if address is not None}
+
+    def find(
+        self,
+        prompt: PromptBlocks,
+        num_cached_blocks: Mapping[str, int],
+        *,
+        avoid: Collection[str],
+        request_id: str,
+        now: float,
+    ) -> Sources | None:
+        """Return the sources of a prompt; None if there are none.
+
+        Args:
+            prompt: the prompt.
+            num_cached_blocks: how many leading blocks of it each replica need not compute; absent means none.
+            avoid: replicas that have just failed the request.
+            request_id: chooses the requests that may find out how fast peers are.
+            now: monotonic seconds.
+        """
+        disk, rates = self._routing.disk, self._routing.table.rates
+        has_states = bool(self._routing.states)
+        # After which blocks on a disk a model with states could resume, its events do not say.
+        on_disk = disk.num_held_blocks(prompt.hashes, num_cached_blocks) if disk and not has_states else {}
+        holders = self._holders(prompt, num_cached_blocks, avoid, is_whole=has_states) if self._addresses else []
+        if not holders and not on_disk:
+            return None
+        return Sources(
+            rates,
+            holders,
+            takers=self._addresses,
+            on_disk=on_disk,
+            are_divisible=not has_states,
+            guesses=rates.may_guess(now) and _is_one_in(_GUESS_EVERY, request_id),
+        )
+
+    def _holders(
+        self, prompt: PromptBlocks, num_cached_blocks: Mapping[str, int], avoid: Collection[str], *, is_whole: bool
+    ) -> list[Holder]:
+        """Return the replicas that hold the most of a prompt, those that hold more first.
+
+        Args:
+            is_whole: a part of what a replica holds is worth nothing.
+        """
+        replicas, holders = self._routing.table.by_name, list[Holder]()
+        for name in islice(_deepest_first(num_cached_blocks, is_sorted=not is_whole), _MAX_TRIED + len(avoid)):
+            address = self._addresses.get(name)
+            if address is None or name in avoid or replicas[name].ranks_last:
+                continue
+            held = num_cached_blocks[name]
+            confirmed = self._routing.index.num_confirmed_blocks(name, prompt.hashes, held)
+            if confirmed and (confirmed == held or not is_whole):
+                holders.append(Holder(name, address.endpoint, address.secret, confirmed))
+                if len(holders) == _MAX_HOLDERS:
+                    break
+        return holders
+
+
+def _deepest_first(num_cached_blocks: Mapping[str, int], *, is_sorted: bool) -> Iterable[str]:
+    """Return the replicas in descending order of their blocks; KVIndex sorts them in ascending order."""
+    if is_sorted:
+        return reversed(list(num_cached_blocks))
+    return sorted(num_cached_blocks, key=num_cached_blocks.__getitem__, reverse=True)
+
+
+def _is_one_in(number: int, request_id: str) -> bool:
+    return xxhash.xxh64_intdigest(request_id.encode(errors="replace")) % number == 0
