@@ -16,12 +16,14 @@ from time import thread_time
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from benchmarks.result_file import write_result
 from deployments.routing.cluster_view import ClusterView
 from deployments.routing.state import RoutingState
+from deployments.transport.pages.address import PageAddress
 from deployments.transport.request_channel.dispatch import Dispatch
-from engine.observability.load import EngineLoad
+from engine.observability.load import EngineLoad, SourceRate
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 
@@ -34,13 +36,20 @@ SHARED_BLOCKS = 64  # of a system prompt
 CONVERSATIONS = 8  # of each replica
 
 
-def measure(num_replicas: int, repeats: int, seed: int = 0) -> dict[str, Any]:
-    """Return percentiles in microseconds by kind of prompt, of ``choose`` and of ``sent``."""
+def measure(num_replicas: int, repeats: int, seed: int = 0, *, pulls: bool = False) -> dict[str, Any]:
+    """Return percentiles in microseconds by kind of prompt, of ``choose`` and of ``sent``.
+
+    Args:
+        num_replicas: of the cluster.
+        repeats: decisions of each kind.
+        seed: of the prompts and loads.
+        pulls: all replicas serve pages and have measured how fast they fetch them.
+    """
     rng = random.Random(seed)
     names = [f"replica-{number:02}" for number in range(num_replicas)]
     now = 100.0
     view = ClusterView(clock=lambda: now)
-    view.set_replicas({name: {} for name in names})
+    view.set_replicas({name: PageAddress(f"tcp://{name}:1", "secret").metadata if pulls else {} for name in names})
     state = view.routing
     state.block_size = BLOCK_SIZE
     system_prompts = [_hashes(rng, SHARED_BLOCKS) for _ in range(8)]
@@ -52,7 +61,13 @@ def measure(num_replicas: int, repeats: int, seed: int = 0) -> dict[str, Any]:
         "partly cached": lambda: _partly(rng, rng.choice(rng.choice(held))),
         "fully cached": lambda: list(rng.choice(rng.choice(held))),
     }
-    results: dict[str, Any] = {"replicas": num_replicas, "index_blocks": blocks, "decisions": repeats, "kinds": {}}
+    results: dict[str, Any] = {
+        "replicas": num_replicas,
+        "pulls": pulls,
+        "index_blocks": blocks,
+        "decisions": repeats,
+        "kinds": {},
+    }
     tokens, params = [0] * PROMPT_TOKENS, SamplingParams()
     for kind, prompt in kinds.items():
         chosen, noted = [], []
@@ -60,7 +75,7 @@ def measure(num_replicas: int, repeats: int, seed: int = 0) -> dict[str, Any]:
             now += 0.01
             hashes = prompt()
             if number % 10 == 0:
-                _report(state, names, rng, now)
+                _report(state, names, rng, now, _rates(names, rng) if pulls else ())
             dispatch = Dispatch(EngineRequest(f"{kind}{number}", tokens, params), hashes)
             started = thread_time()
             decision = view.choose(dispatch, names)
@@ -99,10 +114,16 @@ def _hashes(rng: random.Random, number: int) -> list[int]:
     return [rng.getrandbits(64) for _ in range(number)]
 
 
-def _report(state: RoutingState, names: Sequence[str], rng: random.Random, now: float) -> None:
+def _rates(names: Sequence[str], rng: random.Random) -> tuple[SourceRate, ...]:
+    return tuple(SourceRate(f"tcp://{name}:1", 0.01, rng.uniform(2e4, 8e4)) for name in rng.sample(names, 8))
+
+
+def _report(
+    state: RoutingState, names: Sequence[str], rng: random.Random, now: float, rates: tuple[SourceRate, ...]
+) -> None:
     for name in names:
         load = EngineLoad(8, 2, rng.randrange(50_000), 40_000, rng.randrange(40_000), 6_500.0, int(now * 30))
-        state.report(name, load, now=now)
+        state.report(name, replace(load, source_rates=rates), now=now)
 
 
 def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
@@ -118,11 +139,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/routing_decision.json"))
     args = parser.parse_args()
     results = measure(args.replicas, args.repeats)
-    print(f"{results['index_blocks']:,} blocks in the index, {args.replicas} replicas; microseconds")
-    print(f"{'prompt':<16} {'call':<22} {'p50':>8} {'p90':>8} {'p99':>8} {'p99.9':>8}")
-    for kind, calls in results["kinds"].items():
-        for call, figures in calls.items():
-            print(f"{kind:<16} {call:<22} " + " ".join(f"{value:8.1f}" for value in figures.values()))
+    results["with_pulls"] = measure(args.replicas, args.repeats, pulls=True)
+    for title, measured in (("no pulls", results), ("replicas pull from each other", results["with_pulls"])):
+        print(f"{title}: {measured['index_blocks']:,} blocks in the index, {args.replicas} replicas; microseconds")
+        print(f"{'prompt':<16} {'call':<22} {'p50':>8} {'p90':>8} {'p99':>8} {'p99.9':>8}")
+        for kind, calls in measured["kinds"].items():
+            for call, figures in calls.items():
+                print(f"{kind:<16} {call:<22} " + " ".join(f"{value:8.1f}" for value in figures.values()))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     write_result(args.out, results)
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 from benchmarks.routing.baselines.registry import BASELINES
 from benchmarks.routing.replica import CPU_STEPS, SHARED_STEPS, Settings
-from benchmarks.routing.runs import GENERATED, OURS, Run, bounds, describe, run_all, summary
+from benchmarks.routing.runs import GENERATED, OURS, Run, bounds, describe, pooled_figures, run_all, summary
 from benchmarks.routing.simulation import Change
 
-__all__ = ["GOALS", "compare", "generated", "others", "shared_steps", "sweeps", "tune"]
+__all__ = ["GOALS", "compare", "generated", "others", "shared_steps", "sweeps", "transfers", "tune"]
 
 GOALS = ("least queued tokens", "SGLang-like", "llm-d-like", "LMetric")  # the baselines in the goals
 
@@ -110,6 +111,36 @@ def sweeps(path: str, processes: int, max_requests: int | None) -> list[dict[str
     return _rows(rows, 1, processes)
 
 
+def transfers(path: str, seeds: int, processes: int) -> list[dict[str, Any]]:
+    """Return our policy with host tiers and pulls at several rates, each beside the bound of one pooled cache."""
+    host = {"host_tokens": 6_000_000, "load_bytes_per_s": 25e9}
+    cases: dict[str, tuple[dict[str, Any], Sequence[int]]] = {"no transfers": ({}, (1, 4, 16))}
+    rates: dict[float, Sequence[int]] = {inf: (1,), 25e9: (1, 16), 10e9: (1, 4, 16), 1e9: (1, 16), 1e8: (1,)}
+    for rate, numbers in rates.items():
+        cases[f"devices, {_rate(rate)}"] = {"pull_bytes_per_s": rate}, numbers
+    cases["hosts of 4 devices, no pulls, loads 25 GB/s"] = host, (1,)
+    cases["hosts of 4 devices, free"] = {"host_tokens": 6_000_000, "pull_bytes_per_s": inf}, (1,)
+    cases["hosts of 4 devices, 25 GB/s"] = host | {"pull_bytes_per_s": 25e9}, (1, 4, 16)
+    rows = {}
+    for label, (options, numbers) in cases.items():
+        for number in numbers:
+            settings = Settings(num_ingresses=number, **options)
+            rows[f"{label}, {_ingresses(number)}"] = Run(OURS, "mooncake", path, settings=settings)
+    for trace in ("bursts", "no sharing", "popular"):
+        for label, rate in (("no transfers", 0.0), ("10 GB/s", 10e9), ("1 GB/s", 1e9)):
+            settings = Settings(num_ingresses=16, pull_bytes_per_s=rate)
+            rows[f"{trace}: {label}, {_ingresses(16)}"] = Run(OURS, trace, path, settings=settings)
+    result = _rows(rows, seeds, processes)
+    for row, run in zip(result, rows.values(), strict=True):
+        if run.settings.pull_bytes_per_s:
+            row["bounds"]["pooled_queue"] = pooled_figures(run)
+    return result
+
+
+def _rate(bytes_per_s: float) -> str:
+    return "free" if bytes_per_s == inf else f"{bytes_per_s / 1e9:g} GB/s"
+
+
 def _ingresses(number: int) -> str:
     return f"{number} ingress" + ("es" if number > 1 else "")
 
@@ -124,5 +155,5 @@ def _rows(rows: dict[str, Run], seeds: int, processes: int) -> list[dict[str, An
         if key not in limits:
             limits[key] = bounds(run)
         mine = figures[index * seeds : (index + 1) * seeds]
-        result.append({"label": label, **describe(run), "bounds": limits[key], **summary(mine)})
+        result.append({"label": label, **describe(run), "bounds": dict(limits[key]), **summary(mine)})
     return result

@@ -16,6 +16,7 @@ from benchmarks.routing.traces import BLOCK_SIZE
 from deployments.routing.cluster_view import ClusterView
 from deployments.routing.options import RoutingOptions
 from deployments.routing.policy import Decision
+from deployments.transport.pages.address import PageAddress
 from deployments.transport.request_channel.dispatch import Dispatch
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
@@ -53,7 +54,8 @@ class _Ingress:
         for dispatch, _ in self.dispatches.values():
             if dispatch.replica and dispatch.replica not in names:  # it is lost with its replica
                 self.view.ended(dispatch)
-        self.view.set_replicas({name: {} for name in names})
+        pulls = self.cluster.settings.pull_bytes_per_s > 0
+        self.view.set_replicas({name: PageAddress(name, "secret").metadata if pulls else {} for name in names})
         self.feeds = {name: self.feeds.get(name) or _Feed(self.cluster.replicas[name]) for name in names}
         for name, feed in self.feeds.items():
             if feed.position == 0 and not feed.held:
@@ -118,7 +120,9 @@ class ProductionPolicy:
         dispatch = Dispatch(prompt, request.hashes, avoid)
         decision = ingress.view.choose(dispatch, self._names)
         ingress.dispatches[job.number] = dispatch, decision
-        job.predicted_blocks = decision.num_cached_blocks
+        job.predicted_blocks = decision.num_held_blocks
+        if (fetch := decision.fetch) is not None and fetch.holder is not None:
+            job.source, job.source_blocks = fetch.holder.name, fetch.num_blocks
         return decision.order[0]
 
     def dispatched(self, job: Job, now: float) -> None:

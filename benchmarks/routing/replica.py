@@ -15,9 +15,10 @@ from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import NamedTuple
 
-from benchmarks.routing.cache import BlockCache
+from benchmarks.routing.tiers import PullRates, TieredCache
 from benchmarks.routing.traces import BLOCK_SIZE, Request
 from engine.observability.load import EngineLoad
 from engine.observability.step_costs import StepCosts
@@ -50,11 +51,20 @@ class Settings:
     loss: float = 0.0  # probability per event batch and report, for each ingress
     num_ingresses: int = 1
     announce: bool = True  # replicas announce the blocks of each request that joins the queue
+    host_tokens: int = 0  # of the host tier of each replica
+    load_bytes_per_s: float = inf  # from the host tier to the device, during which the engine computes nothing
+    pull_bytes_per_s: float = 0.0  # of the link of each replica, in each direction; 0: replicas pull nothing
+    token_bytes: int = 131_072  # KV of a token
 
     @property
     def cache_blocks(self) -> int:
         """Blocks of one replica's cache."""
         return self.cache_tokens // BLOCK_SIZE
+
+    @property
+    def load_s(self) -> float:
+        """Seconds to load a block from the host tier."""
+        return BLOCK_SIZE * self.token_bytes / self.load_bytes_per_s
 
 
 @dataclass(slots=True, eq=False)
@@ -66,7 +76,10 @@ class Job:
     ingress: int
     replica: str = ""
     predicted_blocks: int = 0
+    source: str = ""  # the replica from which blocks are pulled
+    source_blocks: int = 0  # of the prompt, which the source is expected to hold
     tokens: int = 0  # to compute: an estimate until the prefill starts
+    load_s: float = 0.0  # to load blocks from the host tier
     hit_tokens: int = 0
     first_token_at: float = -1.0
     ended_at: float = -1.0
@@ -105,8 +118,10 @@ class SimulatedReplica:
 
     name: str
     settings: Settings
-    cache: BlockCache = field(init=False)
+    cache: TieredCache = field(init=False)
     queue: deque[Job] = field(default_factory=deque)
+    waiting: dict[Job, None] = field(default_factory=dict)  # for blocks on their way, before they are queued
+    pulls: PullRates = field(default_factory=PullRates)
     current: Job | None = None
     decoding: int = 0
     log: list[KVLogEntry] = field(default_factory=list)
@@ -120,21 +135,38 @@ class SimulatedReplica:
     _next_report_at: float = 0.0
 
     def __post_init__(self) -> None:
-        self.cache = BlockCache(self.settings.cache_blocks)
+        self.cache = self._empty_cache()
+
+    def _empty_cache(self) -> TieredCache:
+        return TieredCache(self.settings.cache_blocks, self.settings.host_tokens // BLOCK_SIZE)
 
     # --- requests --------------------------------------------------------------------------------------------------
 
     def arrive(self, job: Job, now: float) -> None:
         """Queue a request."""
+        self._expect(job, self.match_with_queue(job.request.hashes), now)
+        self.queue.append(job)
+        self._changed(now)
+
+    def wait(self, job: Job, now: float) -> None:
+        """Let a request wait for blocks on their way; ``end_wait`` ends it."""
+        self._expect(job, max(self.match_with_queue(job.request.hashes), job.source_blocks), now)
+        self.waiting[job] = None
+        self._changed(now)
+
+    def end_wait(self, job: Job) -> None:
+        """Forget a request that waits."""
+        del self.waiting[job]
+        self._queued_tokens -= job.tokens
+        self._awaited.subtract(job.request.hashes)
+
+    def _expect(self, job: Job, known: int, now: float) -> None:
         self.report_until(now)
-        known = self.match_with_queue(job.request.hashes)
         job.tokens = max(1, job.request.input_tokens - known * BLOCK_SIZE)
         self._queued_tokens += job.tokens
         self._awaited.update(job.request.hashes)
-        self.queue.append(job)
         if self.settings.announce and known < len(job.request.hashes):
-            self._insert(KVLogEntry(now, awaited=job.request.hashes[known:]))
-        self._changed(now)
+            self.log_now(KVLogEntry(now, awaited=job.request.hashes[known:]))
 
     def begin(self, now: float) -> Work | None:
         """Begin the next prefill, if there is one and none runs."""
@@ -142,8 +174,9 @@ class SimulatedReplica:
             return None
         self.report_until(now)
         job = self.current = self._take(now)
-        self._prefill_ends = now + job.tokens / self.settings.prefill_rate
-        self._log_chunks(job.request.hashes[job.hit_tokens // BLOCK_SIZE :], now)
+        loaded = now + job.load_s
+        self._prefill_ends = loaded + job.tokens / self.settings.prefill_rate
+        self._log_chunks(job.request.hashes[job.hit_tokens // BLOCK_SIZE :], loaded)
         self._changed(now)
         return Work(self._prefill_ends, (job,))
 
@@ -155,6 +188,7 @@ class SimulatedReplica:
         matched = self.cache.match(job.request.hashes)
         job.tokens = max(1, job.request.input_tokens - matched * BLOCK_SIZE)
         job.hit_tokens = job.request.input_tokens - job.tokens
+        job.load_s = self.settings.load_s * self.cache.num_on_host(job.request.hashes[:matched])
         evicted = self.cache.use(job.request.hashes)
         if evicted:
             self.log.append(KVLogEntry(now, removed=tuple(evicted)))
@@ -179,7 +213,8 @@ class SimulatedReplica:
             at = now + (start + len(stored)) * BLOCK_SIZE / self.settings.prefill_rate
             self.log.append(KVLogEntry(at, stored=stored))
 
-    def _insert(self, entry: KVLogEntry) -> None:
+    def log_now(self, entry: KVLogEntry) -> None:
+        """Log an entry before those that a prefill has logged in advance."""
         self.log.insert(bisect_right(self.log, entry.at, key=lambda logged: logged.at), entry)
 
     def match_with_queue(self, hashes: Sequence[int]) -> int:
@@ -200,8 +235,9 @@ class SimulatedReplica:
         """Lose all state; return the requests without a first token."""
         self.report_until(now)
         lost = self._without_first_token()
-        self.cache, self.current, self.decoding, self._queued_tokens = BlockCache(self.cache.max_blocks), None, 0, 0
+        self.cache, self.current, self.decoding, self._queued_tokens = self._empty_cache(), None, 0, 0
         self.queue.clear()
+        self.waiting.clear()
         self._awaited.clear()
         while self.log and self.log[-1].at > now:
             self.log.pop()  # chunks that will not be computed
@@ -210,7 +246,7 @@ class SimulatedReplica:
         return lost
 
     def _without_first_token(self) -> list[Job]:
-        return [*([self.current] if self.current is not None else []), *self.queue]
+        return [*([self.current] if self.current is not None else []), *self.queue, *self.waiting]
 
     # --- reports ---------------------------------------------------------------------------------------------------
 
@@ -227,7 +263,7 @@ class SimulatedReplica:
         pending = self._without_first_token()
         return EngineLoad(
             running,
-            len(self.queue),
+            len(self.queue) + len(self.waiting),
             self.queued_tokens(now),
             blocks,
             max(0, blocks - used),
@@ -238,6 +274,7 @@ class SimulatedReplica:
             len(pending),
             sum(job.request.input_tokens for job in pending),
             StepCosts(self.settings.decode_step_s, 1 / self.settings.prefill_rate),
+            self.pulls.reported(),
         )
 
     def report_until(self, now: float) -> None:

@@ -6,6 +6,7 @@ import multiprocessing
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,18 @@ from msgspec import structs
 
 from benchmarks.routing.baselines.registry import BASELINES
 from benchmarks.routing.cache import infinite_bound, pooled_bound
+from benchmarks.routing.pooled import pooled_run
 from benchmarks.routing.production import ProductionPolicy
 from benchmarks.routing.replica import Settings
 from benchmarks.routing.simulation import Change, Cluster, Policy, Result, simulate
-from benchmarks.routing.traces import BLOCK_SIZE, Request, agents, bursts, documents, load_mooncake, no_sharing
+from benchmarks.routing.traces import BLOCK_SIZE, Request, agents, bursts, documents, load_mooncake, no_sharing, popular
 from deployments.routing.options import RoutingOptions
 
-__all__ = ["GENERATED", "OURS", "Run", "bounds", "describe", "measure", "run_all", "summary"]
+__all__ = ["GENERATED", "OURS", "Run", "bounds", "describe", "measure", "pooled_figures", "run_all", "summary"]
 
 OURS = "Pagoda"
 GENERATED = {"no sharing": no_sharing, "bursts": bursts, "agents": agents, "documents": documents}
+_TRACES = GENERATED | {"popular": popular}
 # Student's t for a 95% interval of a mean, by the number of seeds.
 _T = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 8: 2.365, 10: 2.262}
 
@@ -62,6 +65,14 @@ def bounds(run: Run) -> dict[str, float]:
     return {"infinite": infinite_bound(requests), "pooled": pooled}
 
 
+def pooled_figures(run: Run) -> dict[str, float]:
+    """Return the bound of a run with transfers. A host tier is the pooled cache: it holds what the devices hold."""
+    settings = run.settings
+    host_blocks = settings.num_replicas * settings.host_tokens // BLOCK_SIZE
+    figures = pooled_run(_requests(run), settings, max_blocks=host_blocks or None)
+    return {name: round(figure, 5) for name, figure in figures.items()}
+
+
 def summary(figures: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Return mean and half width of the 95% interval (Student's t over the seeds) of every figure."""
     rows = list(figures)
@@ -75,9 +86,8 @@ def summary(figures: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 def describe(run: Run) -> dict[str, Any]:
     """Return the description of a run, for the JSON."""
-    settings = asdict(run.settings) | {
-        "steps": None if run.settings.steps is None else structs.asdict(run.settings.steps)
-    }
+    given = {name: None if value == inf else value for name, value in asdict(run.settings).items()}
+    settings = given | {"steps": None if run.settings.steps is None else structs.asdict(run.settings.steps)}
     return {"parameters": {name: str(value) for name, value in run.parameters.items()}, **settings}
 
 
@@ -85,7 +95,7 @@ def describe(run: Run) -> dict[str, Any]:
 def _trace(trace: str, path: str, seed: int) -> list[Request]:
     if trace == "mooncake":
         return load_mooncake(Path(path), seed)
-    return GENERATED[trace](seed)
+    return _TRACES[trace](seed)
 
 
 def _requests(run: Run) -> list[Request]:

@@ -52,7 +52,8 @@ class SharedStepReplica(SimulatedReplica):
         if not self._plan and not self.answers:
             return None
         self.is_stepping = True
-        return Work(now + self._seconds(self.settings.chunk_tokens - budget), tuple(started))
+        loading_s = sum(job.load_s for job in started)
+        return Work(now + loading_s + self._seconds(self.settings.chunk_tokens - budget), tuple(started))
 
     def _seconds(self, prefill_tokens: int) -> float:
         assert self.settings.steps is not None
@@ -114,7 +115,7 @@ class SharedStepReplica(SimulatedReplica):
         pending = self._without_first_token()
         return EngineLoad(
             self.decoding + (self.current is not None),
-            len(self.queue),
+            len(self.queue) + len(self.waiting),
             self.queued_tokens(now),
             blocks,
             max(0, blocks - used),
@@ -125,4 +126,5 @@ class SharedStepReplica(SimulatedReplica):
             len(pending),
             sum(job.request.input_tokens for job in pending),
             self.speeds.costs,
+            self.pulls.reported(),
         )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.result_file import write_result
-from benchmarks.routing.experiments import compare, generated, others, shared_steps, sweeps, tune
+from benchmarks.routing.experiments import compare, generated, others, shared_steps, sweeps, transfers, tune
 from deployments.routing.options import RoutingOptions
 
 __all__ = ["main"]
@@ -28,7 +28,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5, help="spreads of the trace's timestamps")
     parser.add_argument("--other-seeds", type=int, default=5, help="for the baselines that are not in the goals")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--parts", nargs="+", default=["tune", "compare", "shared", "generated", "sweeps", "others"])
+    parts = ["tune", "compare", "shared", "generated", "sweeps", "others", "transfers"]
+    parser.add_argument("--parts", nargs="+", default=parts)
     parser.add_argument("--sweep-requests", type=int, default=None, help="number of requests of the trace")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/routing.json"))
     args = parser.parse_args()
@@ -45,6 +46,8 @@ def main() -> None:
             results[part] = generated(args.trace, args.seeds, args.processes)
         elif part == "others":
             results[part] = others(args.trace, args.other_seeds, args.processes, results.get("tune", {}))
+        elif part == "transfers":
+            results[part] = transfers(args.trace, args.seeds, args.processes)
         elif part == "sweeps":
             results[part] = sweeps(args.trace, args.processes, args.sweep_requests)
         args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -71,6 +74,11 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
             f"{_cell(row['whole_mean']) if 'whole_mean' in row else '':>13} "
             f"{row['token_ms']['mean'] if 'token_ms' in row else 0:8.1f}"
         )
+        if (bound := row["bounds"].get("pooled_queue")) is not None:
+            lines.append(
+                f"{'':<6}p50 {_cell(row['ttft_p50'])}; one pooled cache, shortest queue: hit {bound['hit']:.1%}, "
+                f"mean {bound['ttft_mean']:.2f}, p50 {bound['ttft_p50']:.2f}, p90 {bound['ttft_p90']:.2f}"
+            )
     return lines
 
 

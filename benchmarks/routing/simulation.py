@@ -19,6 +19,7 @@ from benchmarks.routing.cache import BlockCache
 from benchmarks.routing.replica import Job, Settings, SimulatedReplica
 from benchmarks.routing.shared_steps import SharedStepReplica
 from benchmarks.routing.traces import Request
+from benchmarks.routing.transfers import Transfers
 
 __all__ = ["Change", "Cluster", "Policy", "RouterPolicy", "simulate"]
 
@@ -111,6 +112,7 @@ class Result:
 
     jobs: list[Job]
     cluster: Cluster
+    pulled_tokens: int = 0
     ghosts: int = 0  # requests routed to blocks that only an earlier life of the replica had
 
 
@@ -120,6 +122,7 @@ class _Simulation:
         self.events: list[tuple[float, int, Callable[[float], None]]] = []
         self.numbers = count()
         self.lost: set[Job] = set()
+        self.transfers = Transfers(cluster.replicas, self.at, self.queue)
         self.router = policy if isinstance(policy, RouterPolicy) else None
 
     def at(self, time: float, action: Callable[[float], None]) -> None:
@@ -140,7 +143,7 @@ class _Simulation:
             job.retries += 1
             self.at(now + RETRY_S, lambda time: self.route(job, time, {*avoid, name}))
             return
-        promised = job.request.hashes[: job.predicted_blocks]
+        promised = () if job.source else job.request.hashes[: job.predicted_blocks]
         if cluster.old_blocks[name] and cluster.old_blocks[name].difference(
             cluster.generation_blocks[name]
         ).intersection(promised):
@@ -165,6 +168,10 @@ class _Simulation:
             return
         self.cluster.coming_tokens[name] = max(0, self.cluster.coming_tokens[name] - tokens)
         self.cluster.generation_blocks[name].update(job.request.hashes)  # the replica may have restarted meanwhile
+        if not self.transfers.arrive(job, replica, now):
+            self.queue(job, replica, now)
+
+    def queue(self, job: Job, replica: SimulatedReplica, now: float) -> None:
         replica.arrive(job, now)
         self.start(replica, now)
 
@@ -254,4 +261,5 @@ def simulate(
     for change in changes:
         simulation.at(change.at, lambda time, change=change: simulation.change(change, time))  # type: ignore[misc]
     simulation.run()
+    result.pulled_tokens = simulation.transfers.num_tokens
     return result

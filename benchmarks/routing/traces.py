@@ -12,7 +12,7 @@ from pathlib import Path
 
 from deployments.cli.bench.trace import BLOCK_SIZE, read_trace
 
-__all__ = ["BLOCK_SIZE", "Request", "agents", "bursts", "documents", "load_mooncake", "no_sharing"]
+__all__ = ["BLOCK_SIZE", "Request", "agents", "bursts", "documents", "load_mooncake", "no_sharing", "popular"]
 
 STAMP_S = 3.0  # the Mooncake trace's timestamps are multiples of this
 _MASK = 2**64 - 1
@@ -108,6 +108,17 @@ def documents(seed: int, number: int = 400, per_second: float = 0.12) -> list[Re
             )
             now += rng.expovariate(1 / 30)
     return sorted(requests, key=lambda request: request.at)
+
+
+def popular(seed: int, number: int = 1_200, per_second: float = 12.0) -> list[Request]:
+    """Return questions of 2,000 tokens about one document of 61,000 tokens: more than one replica can answer."""
+    rng = random.Random(seed)
+    now, requests, document = 0.0, [], list(range(120))
+    for index in range(number):
+        now += rng.expovariate(per_second)
+        blocks = [*document, *range(1_000 + 4 * index, 1_004 + 4 * index)]
+        requests.append(_request(now, len(blocks) * BLOCK_SIZE + 50, rng.randrange(50, 300), blocks))
+    return requests
 
 
 def _request(at: float, input_tokens: int, output_tokens: int, blocks: list[int]) -> Request:
