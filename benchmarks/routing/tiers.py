@@ -103,16 +103,18 @@ class PullRates:
     """The pace of the pulls of a replica, as it reports it: exponential moving averages by source."""
 
     def __init__(self) -> None:
-        self._rates: dict[str, tuple[float, float]] = {}  # source -> (latency, seconds per token); the latest last
+        self._rates: dict[str, tuple[float, float, int]] = {}  # source -> (latency, seconds per token, pulls)
 
     def record(self, source: str, latency_s: float, seconds_per_token: float) -> None:
         """Take in a pull: the seconds until it was on the wire, and then of each token."""
-        old = self._rates.pop(source, (latency_s, seconds_per_token))
-        pairs = zip(old, (latency_s, seconds_per_token), strict=True)
-        latency_s, seconds_per_token = (mean + _WEIGHT * (latest - mean) for mean, latest in pairs)
-        self._rates[source] = latency_s, seconds_per_token
+        latency, pace, number = self._rates.pop(source, (latency_s, seconds_per_token, 0))
+        latency += _WEIGHT * (latency_s - latency)
+        pace += _WEIGHT * (seconds_per_token - pace)
+        self._rates[source] = latency, pace, number + 1  # the latest last
 
     def reported(self) -> tuple[SourceRate, ...]:
         """Return what a report says of them."""
         latest = list(self._rates.items())[-MAX_SOURCE_RATES:]
-        return tuple(SourceRate(name, latency, 1 / max(1e-12, pace)) for name, (latency, pace) in latest)
+        return tuple(
+            SourceRate(name, latency, 1 / max(1e-12, pace), number) for name, (latency, pace, number) in latest
+        )

@@ -46,6 +46,7 @@ class SourceRates:
             if rate.tokens_per_s > 0 and (known is None or known[0] != rate):
                 measured[rate.source] = rate, now
                 changed = True
+                self._guess_s = _FIRST_GUESS_S
         expired = [source for source, (_, since) in measured.items() if since < now - _EXPIRES_S]
         if expired:
             # The reports repeat it: it stays known as one that is not new.

@@ -24,6 +24,7 @@ class SourceRate(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
     source: Annotated[str, Meta(max_length=256)]  # where a peer serves its pages; empty: this engine's disk
     latency_s: _Measure  # from the request to the first page
     tokens_per_s: _Measure  # after that; 0: not measured yet
+    num_transfers: _Count = 0  # that were measured: shows that the rate is new although it is the same
 
 
 class EngineLoad(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):

@@ -39,8 +39,10 @@ def test_a_rate_that_no_transfer_renews_expires_although_reports_repeat_it() -> 
     assert rates.get("a", B) == FetchRate(0.0, 1.0)
     rates.report("a", [old], now=301.0)
     assert rates.get("a", B) is None
-    rates.report("a", [SourceRate(B, 0.0, 2.0)], now=302.0)
-    assert rates.get("a", B) == FetchRate(0.0, 0.5)
+    for now in (302.0, 500.0):  # another transfer has shown the same
+        rates.report("a", [SourceRate(B, 0.0, 1.0, int(now))], now=now)
+    rates.report("a", [SourceRate(B, 0.0, 1.0, 500)], now=700.0)
+    assert rates.get("a", B) == FetchRate(0.0, 1.0)
 
 
 def test_a_removed_replica_takes_its_rates_along() -> None:
@@ -59,4 +61,8 @@ def test_guesses_end_with_the_first_rate_and_become_rare_if_they_show_none() -> 
             rates.guessed(float(now))
     assert guessed == [0, 10, 30, 70, 150, 310, 630, 1_230, 1_830]
     rates.report("a", [SourceRate(B, 0.0, 10.0)], now=2_000.0)
-    assert not rates.may_guess(9_999.0)
+    assert not rates.may_guess(2_001.0)
+    rates.report("a", [SourceRate(B, 0.0, 10.0)], now=2_301.0)  # expired: guesses begin anew
+    rates.guessed(2_301.0)
+    assert not rates.may_guess(2_310.0)
+    assert rates.may_guess(2_311.0)
