@@ -34,8 +34,8 @@ from transformers import AutoTokenizer
 from benchmarks.engine_options import add_engine_arguments, engine_options
 from benchmarks.machine import describe
 from benchmarks.result_file import write_result
-from benchmarks.workloads import VOCABULARY
 from demo.corpus import Question, load_corpus
+from deployments.cli.bench.prompts import VOCABULARY
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.observability.observer import EngineObserver
