@@ -55,6 +55,9 @@ class BlockManager:
         num_host_slots: slots of the host pool of states and snapshots.
         enable_prefix_caching: publish full blocks and match prefixes.
         record_events: collect the KV events of the prefix cache and of snapshots.
+
+    Attributes:
+        attached: the pages that hang on blocks, of each window, then snapshots of states.
     """
 
     def __init__(
@@ -93,10 +96,10 @@ class BlockManager:
                 num_host_slots=num_host_slots,
                 record_events=record_events,
             )
-        self._attached: list[AttachedPages] = [window.attached for window in self.windows]
+        self.attached: list[AttachedPages] = [window.attached for window in self.windows]
         if self.states is not None:
-            self._attached.append(self.states.snapshots)
-        self.prefix_cache.attachments = self._attached
+            self.attached.append(self.states.snapshots)
+        self.prefix_cache.attachments = self.attached
 
     @property
     def num_free_blocks(self) -> int:
@@ -296,7 +299,7 @@ class BlockManager:
             window.check_integrity(sequences, held)
         if self.states is not None:
             self.states.check_integrity(sequences, held)
-        for store in (attached.store for attached in self._attached):
+        for store in (attached.store for attached in self.attached):
             for block_hash in store.by_name:
                 assert self.prefix_cache.is_cached(block_hash), "the host keeps a page of a block that is lost"
         for sequence in sequences:

@@ -31,7 +31,26 @@ from engine.kv.host.block_store import BlockStore
 from engine.kv.prefix_hash import BYTES_PER_TOKEN, pack_tokens, packed_block_hash
 from engine.sequence import Sequence
 
-__all__ = ["Attachments", "PrefixCache", "PrefixMatch"]
+__all__ = ["Attachments", "HashedTokens", "PrefixCache", "PrefixMatch"]
+
+
+class HashedTokens(Protocol):
+    """A text that can be matched: a sequence, or what another engine or a disk wants to read or to leave here."""
+
+    @property
+    def token_ids(self) -> GenericSequence[int]:
+        """Its tokens."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens, with one that only the device knows yet."""
+
+    @property
+    def cache_key(self) -> str:
+        """Only texts with equal keys share blocks."""
+
+    def block_hash(self, index: int, block_size: int) -> int:
+        """Return the chained hash of full block ``index``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +133,7 @@ class PrefixCache:
         self._next_content_id = 0
         self.events = EventLog(enabled=record_events)
 
-    def match(self, sequence: Sequence) -> PrefixMatch:
+    def match(self, sequence: HashedTokens) -> PrefixMatch:
         """Return the longest chain of cached blocks that the sequence's tokens begin with. Changes nothing."""
         blocks = self._chain(sequence, 0, sequence.cache_key, self._by_hash.get)
         parent = blocks[-1].content_id if blocks else sequence.cache_key
@@ -125,7 +144,7 @@ class PrefixCache:
         )
 
     def _chain(
-        self, sequence: Sequence, first: int, parent: int | str, lookup: Callable[[int], Block | None]
+        self, sequence: HashedTokens, first: int, parent: int | str, lookup: Callable[[int], Block | None]
     ) -> list[Block]:
         """Return the chain of blocks from index ``first`` on that ``lookup`` returns for the sequence's tokens."""
         blocks: list[Block] = []
@@ -216,6 +235,32 @@ class PrefixCache:
         self._by_hash[page.block_hash] = block
         return block
 
+    def adopt(self, page: Block, block_hash: int, token_bytes: bytes, parent: int | str) -> Block:
+        """Publish a page of the store, which was filled from elsewhere; return the block or page that has its content.
+
+        That is another one if the content was computed meanwhile.
+
+        Args:
+            page: of the store, without a name.
+            block_hash: its chained hash.
+            token_bytes: its tokens, packed.
+            parent: content id of the block before it, which is published; or the cache key.
+        """
+        holder = self._by_hash.get(block_hash) or self._stored.get(block_hash)
+        if holder is not None and holder.holds(token_bytes, parent):
+            return holder
+        if block_hash in self._by_hash:  # a hash collision, or a chain with a new parent: see publish
+            self._forget(self._by_hash[block_hash])
+        if holder is not None:
+            self._lose(block_hash)
+        self._name(page, block_hash, token_bytes, parent)
+        self._store.adopt(page)
+        return page
+
+    def is_on_device(self, block_hash: int | None) -> bool:
+        """Whether the device holds a block with this hash."""
+        return block_hash in self._by_hash
+
     def take_blocks(self, count: int) -> list[Block]:
         """Allocate ``count`` blocks, none if that is negative; where all free ones are cached, they are evicted."""
         for _ in range(count - self._pool.num_uncached):
@@ -259,6 +304,10 @@ class PrefixCache:
         if page is not None:
             block.copy_content(page)
             return
+        self._name(block, block_hash, token_bytes, parent)
+
+    def _name(self, block: Block, block_hash: int, token_bytes: bytes, parent: int | str) -> None:
+        """Give a block or a page new content, and report it."""
         block.block_hash, block.token_bytes, block.parent = block_hash, token_bytes, parent
         block.content_id, self._next_content_id = self._next_content_id, self._next_content_id + 1
         if self.events.enabled:

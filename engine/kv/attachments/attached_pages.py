@@ -80,6 +80,36 @@ class AttachedPages:
         self.store.load(stored, page.block_id)
         return page
 
+    # --- pages that other threads read or write -----------------------------------------------------------------
+
+    def has(self, match: PrefixMatch, index: int) -> bool:
+        """Whether block ``index`` of a match has a page, on the device or in the store, that is worth to be kept."""
+        page = self.by_block.get(match.block_id(index))
+        is_here = page is not None and page.block_id not in self._unlikely and page.block_id not in self.copies
+        return is_here or self.stored(match, index) is not None
+
+    def pin_on_host(self, match: PrefixMatch, index: int) -> Block | None:
+        """Return the store's page for block ``index`` of a match, pinned; None if there is none, or no room for one.
+
+        What only the device holds is copied by the next step.
+        """
+        if (stored := self.stored(match, index)) is not None:
+            return self.store.pin_stored(stored)
+        page, block = self.by_block.get(match.block_id(index)), match.block(index)
+        if page is None or not self.has(match, index) or block.block_hash is None:
+            return None
+        copy = self.store.pin_copy(block, page.block_id)
+        self._on_stored(block.block_hash)
+        return copy
+
+    def adopt(self, block: Block, page: Block) -> None:
+        """Keep a pinned page of the store, which was filled from elsewhere, for a published block that has none."""
+        assert block.block_hash is not None
+        if block.block_hash not in self.store.by_name:
+            page.copy_content(block)
+            self.store.adopt(page)
+            self._on_stored(block.block_hash)
+
     # --- use ----------------------------------------------------------------------------------------------------
 
     def take(self) -> Block:

@@ -53,6 +53,10 @@ class BlockStore(ABC):
         """Copy a pinned page of the store to a page of the device in this step."""
 
     @abstractmethod
+    def adopt(self, page: Block) -> None:
+        """Keep a page under its name, whose content came from elsewhere: from a disk, or another engine."""
+
+    @abstractmethod
     def discard(self, block_hash: int) -> None:
         """Forget the page with this name, if there is one: other content has the name now."""
 

@@ -5,7 +5,7 @@ There is a pool of blocks, one for each window and one for states. The pages of 
 
     free          it holds nothing of value
     free, cached  it holds what belongs to a published block, and can be loaded; the least recently used one goes first
-    used          a swapped sequence has it, or this step loads it
+    used          a swapped sequence has it, this step loads it, or another thread reads or writes it: it is pinned
 
 A swapped sequence pins its pages. What belongs to a published block is stored under its name too, so it is copied once,
 whether the sequence is swapped first or the block is evicted first, and another prompt can hit it. A page that was
@@ -44,6 +44,7 @@ class HostPool(BlockStore):
         self.on_removed: Callable[[int], None] = lambda block_hash: None
         self._expires_loaded = expires_loaded
         self.by_name: dict[int, Block] = {}
+        self.pinned: Counter[int] = Counter()  # host page -> how often: see engine/kv/tiers
         # The copies of this step, and the pages that it loads.
         self._copies_out: dict[int, int] = {}  # host page -> page of the device
         self._copies_in: list[BlockPair] = []
@@ -68,6 +69,10 @@ class HostPool(BlockStore):
     def load(self, page: Block, page_id: int) -> None:
         self._loaded.append(page)
         self._copies_in.append((page.block_id, page_id))
+
+    def adopt(self, page: Block) -> None:
+        assert page.block_hash is not None
+        self.by_name[page.block_hash] = page
 
     def discard(self, block_hash: int) -> None:
         if (page := self.by_name.pop(block_hash, None)) is not None:
@@ -115,7 +120,47 @@ class HostPool(BlockStore):
         for host_id in reversed(host_ids):
             self.pages.release(self.pages.blocks[host_id])
 
+    # --- pages that other threads read or write ---------------------------------------------------------------------
+
+    def pin_stored(self, page: Block) -> Block:
+        """Return a page of the pool with a pin: it is not reused before ``unpin``."""
+        self.pages.retain(page)
+        self.pinned[page.block_id] += 1
+        return page
+
+    def pin_copy(self, block: Block, page_id: int) -> Block | None:
+        """Return a pinned page with what a published block has on a page of the device; None if the pool is full."""
+        if not self.num_free and block.block_hash not in self.by_name:
+            return None
+        page = self.keep(block, page_id)
+        self.pinned[page.block_id] += 1
+        return page
+
+    def reserve(self) -> Block | None:
+        """Return a pinned page without content, for another thread to write; None if the pool is full."""
+        if not self.num_free:
+            return None
+        if not self.pages.num_uncached:
+            self._evict()
+        page = self.pages.take()
+        self.pinned[page.block_id] += 1
+        return page
+
+    def unpin(self, page: Block, *, is_on_device: bool = False) -> None:
+        """Remove a pin; what the device holds too is reused before all else."""
+        self.pinned[page.block_id] -= 1
+        if not self.pinned[page.block_id]:
+            del self.pinned[page.block_id]
+        self.pages.release(page)
+        if is_on_device:
+            self.pages.expire(page)
+
     # --- a step -------------------------------------------------------------------------------------------------
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether the next step copies pages."""
+        return bool(self._copies_out or self._copies_in)
 
     def take_copies(self) -> tuple[list[BlockPair], list[BlockPair]]:
         """Return the step's copies, (page, host page) and (host page, page); the next step may reuse the host pages."""
@@ -145,7 +190,7 @@ class HostPool(BlockStore):
 
     def check_integrity(self, num_users: Counter[int]) -> None:
         """Assert that each page is in one state, given how many host tables list each one, and found by its name."""
-        self.pages.check_integrity(num_users)
+        self.pages.check_integrity(num_users + self.pinned)
         named = {page.block_hash: page for page in self.pages.blocks if page.block_hash is not None}
         assert named == self.by_name, "a page is not found under its name"
         # A fork takes the slot of a snapshot before the step that copies that to the host.

@@ -1,0 +1,203 @@
+"""Departures: leases of KV pages in host memory, while a thread copies them to a disk or to another engine.
+
+A lease covers consecutive blocks of a text, matched as a prompt is: by token ids and cache key, never by a hash alone.
+Their host pages are pinned, so neither eviction nor another arrival reuses them. What only the device holds is copied
+to the host pools first, by the copies of the next step. The lease is ready when that step is finished: on a GPU its
+copies are only queued when it is launched.
+
+    engine's thread   lease() ------> step with the copies ------> on_ready(lease) ................ pages are free again
+    another thread                                                  reads pages, checksums, release()
+
+A lease that is not released in time expires. Its reader may still be reading then, and its pages may change: so the
+reader computes ``checksums`` through the lease, which says whether it was valid until the end of the computation, and
+the receiver compares them with the bytes that it got.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import monotonic
+
+from engine.kv.block_pool import Block
+from engine.kv.tiers.digests import TokenChain
+from engine.kv.tiers.host_memory import HostMemory
+from engine.kv.tiers.host_pages import HostPages
+from engine.kv.tiers.inbox import StepInbox
+from engine.kv.tiers.page_format import checksum
+
+__all__ = ["Departures", "Lease", "LeaseExpiredError"]
+
+
+class LeaseExpiredError(Exception):
+    """The lease ended while its pages were read: what was read may be anything."""
+
+
+class Lease:
+    """Pinned host pages of consecutive blocks. Any thread may use it after ``on_ready``.
+
+    Attributes:
+        chain: the text, as far as it is covered.
+        first_block: index of the first block in the text.
+        pages: for each block, the bytes of its page of each kind; None: memory does not hold that page.
+    """
+
+    def __init__(
+        self,
+        chain: TokenChain,
+        first_block: int,
+        pages: list[list[memoryview | None]],
+        release: Callable[[], None],
+    ) -> None:
+        self.chain = chain
+        self.first_block = first_block
+        self.pages = pages
+        self.is_valid = True
+        self._release = release
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that the lease covers."""
+        return len(self.pages)
+
+    def checksums(self, index: int) -> list[int | None]:
+        """Return the checksum of each kind's page of the lease's block ``index``, counted from ``first_block``.
+
+        Raises:
+            LeaseExpiredError: if the lease ended before they were computed.
+        """
+        sums = [None if page is None else checksum(page) for page in self.pages[index]]
+        if not self.is_valid:
+            raise LeaseExpiredError
+        return sums
+
+    def release(self) -> None:
+        """End the lease; it may have ended already. Any thread may call this."""
+        self._release()
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A lease whose copies are not made yet."""
+
+    step: int  # when this step is finished, they are
+    lease: Lease
+    on_ready: Callable[[Lease], None]
+
+
+class Departures:
+    """The leases of one engine. The engine's thread calls all methods.
+
+    Args:
+        pages: the host pools.
+        memory: their bytes.
+        inbox: of the engine's thread.
+        max_share: pinned pages of each host pool, at most, as a share of the pool.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        pages: HostPages,
+        memory: HostMemory,
+        inbox: StepInbox,
+        *,
+        max_share: float = 0.25,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self._pages = pages
+        self._memory = memory
+        self._inbox = inbox
+        self._clock = clock
+        self._max_pages = [max(1, int(pool.num_pages * max_share)) for pool in pages.pools]
+        self._num_pages = [0] * len(pages.pools)
+        self._num_launched = self._num_finished = 0  # steps
+        self._waiting: list[_Waiting] = []
+        self._held: dict[Lease, list[tuple[int, Block]]] = {}  # kinds and pages
+
+    @property
+    def num_leases(self) -> int:
+        """Leases that have not ended."""
+        return len(self._held)
+
+    def lease(
+        self,
+        chain: TokenChain,
+        first_block: int,
+        num_blocks: int,
+        on_ready: Callable[[Lease], None],
+        *,
+        timeout_s: float,
+    ) -> Lease | None:
+        """Pin the blocks of a text from ``first_block`` on that memory holds, at most ``num_blocks``.
+
+        Args:
+            chain: the text.
+            first_block: index of the first block.
+            num_blocks: blocks, at most; the lease may cover fewer.
+            on_ready: called in this thread exactly once, at once or after a later step, when the pages can be read; or
+                when the lease has ended before, which makes it invalid.
+            timeout_s: seconds after which the lease expires.
+
+        Returns:
+            The lease; None if memory does not hold block ``first_block``, or the host pool has no room for it, and then
+            ``on_ready`` is not called.
+        """
+        match = self._pages.match(chain)
+        held: list[tuple[int, Block]] = []
+        views: list[list[memoryview | None]] = []
+        for index in range(first_block, min(first_block + num_blocks, match.num_blocks)):
+            of_block = self._pages.pin(match, index) if self._num_pages[0] < self._max_pages[0] else []
+            if not of_block:
+                break
+            held += of_block
+            views.append(self._views(of_block))
+        if not views:
+            return None
+        lease = Lease(chain, first_block, views, lambda: self._inbox.post(lambda: self._end(lease)))
+        self._held[lease] = held
+        step = self._num_launched + self._pages.has_copies  # the next one makes the copies
+        self._waiting.append(_Waiting(step, lease, on_ready))
+        self._inbox.post_at(self._clock() + timeout_s, lambda: self._end(lease))
+        self._report_ready()
+        return lease
+
+    def _views(self, of_block: list[tuple[int, Block]]) -> list[memoryview | None]:
+        views: list[memoryview | None] = [None] * len(self._num_pages)
+        for kind, page in of_block:
+            views[kind] = self._memory.page(kind, page.block_id)
+            self._num_pages[kind] += 1
+        return views
+
+    def step_launched(self) -> None:
+        """Count a step, which makes the copies of all leases so far."""
+        self._num_launched += 1
+
+    def step_finished(self) -> None:
+        """Count a step whose copies are made."""
+        self._num_finished += 1
+        if self._waiting:
+            self._report_ready()
+
+    def reset(self) -> None:
+        """End every lease: the prefix cache was reset, and copies may have been dropped."""
+        self._num_finished = self._num_launched
+        for lease in list(self._held):
+            self._end(lease)
+        waiting, self._waiting = self._waiting, []
+        for item in waiting:
+            item.on_ready(item.lease)
+
+    def _report_ready(self) -> None:
+        """Call ``on_ready`` of the leases whose copies are made."""
+        ready = [item for item in self._waiting if item.step <= self._num_finished]
+        self._waiting = [item for item in self._waiting if item.step > self._num_finished]
+        for item in ready:
+            item.on_ready(item.lease)
+
+    def _end(self, lease: Lease) -> None:
+        """Unpin the pages of a lease, once."""
+        lease.is_valid = False
+        for kind, page in self._held.pop(lease, ()):
+            self._num_pages[kind] -= 1
+            self._pages.unpin(kind, page)

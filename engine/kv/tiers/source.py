@@ -1,0 +1,103 @@
+"""The interface of what KV pages are fetched from: a disk, or another engine.
+
+The engine's thread asks a source for blocks of a prompt. The source answers from a thread of its own: it fills the
+reserved host pages of one block after the other, in order, and says with which checksums it got them:
+
+    engine's thread    fetch(wanted, sink) ... goes on with its steps ... publishes what has come, queues the request
+    source's thread      for each block: buffers = sink.page_buffers(index)
+                                         fill every buffer that is not None
+                                         sink.block_done(index, checksums)
+                         sink.finished(None)        exactly once, whatever happens, after the last write to a buffer
+
+A source need not be trusted: what is not complete and verified when the request's deadline has passed is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.kv.tiers.digests import TokenChain
+from engine.request import KVSource
+
+__all__ = ["ArrivalSink", "PrefixSource", "WantedPrefix"]
+
+
+@dataclass(frozen=True, slots=True)
+class WantedPrefix:
+    """Blocks of a prompt that memory lacks.
+
+    Attributes:
+        request_id: of the request that waits for them.
+        chain: the tokens, hashes and digests of the prompt up to the last block that could be used.
+        first_block: blocks before it are in memory.
+        source: another engine that the router has named for this request.
+    """
+
+    request_id: str
+    chain: TokenChain
+    first_block: int
+    source: KVSource | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that are wanted, at most: from ``first_block`` to the end of the chain."""
+        return self.chain.num_blocks - self.first_block
+
+
+class ArrivalSink(Protocol):
+    """Where a source puts what it has read. Any thread may call it, but only one at a time."""
+
+    @property
+    def first_block(self) -> int:
+        """Index, in the prompt, of the first block that is wanted."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that are wanted, at most those that the source has offered: host memory may be short."""
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether no one waits any longer: the source should stop, and call ``finished``."""
+
+    def page_buffers(self, index: int) -> list[memoryview | None]:
+        """Return the memory for each kind of page of block ``index`` of the prompt; None: that kind is not wanted."""
+
+    def block_done(self, index: int, checksums: Sequence[int | None]) -> bool:
+        """Verify a block whose buffers are filled; blocks come in order.
+
+        Args:
+            index: of the block in the prompt.
+            checksums: ``page_format.checksum`` of each kind's page where it was read first; None: it did not come.
+
+        Returns:
+            Whether the bytes are right. If not, no later block counts: the source should stop.
+        """
+
+    def finished(self, error: str | None) -> None:
+        """Say that nothing more is written to the buffers. Call it exactly once.
+
+        Args:
+            error: why not all blocks have come, in one of few words, which is a label of a metric: ``checksum``,
+                ``io``, ``gone``, ``refused``, ``stalled``, ``cancelled``. None: all have come.
+        """
+
+
+class PrefixSource(Protocol):
+    """A source of KV pages. The engine's thread calls it; no call may wait for anything.
+
+    Attributes:
+        name: label of metrics: ``disk`` or ``peer``.
+    """
+
+    name: str
+
+    def available(self, wanted: WantedPrefix) -> int:
+        """Return how many blocks from ``wanted.first_block`` on the source is expected to have; 0: none."""
+
+    def seconds(self, num_tokens: int) -> float | None:
+        """Return how long it is expected to take to fetch this many tokens; None: nothing was measured yet."""
+
+    def fetch(self, wanted: WantedPrefix, sink: ArrivalSink) -> None:
+        """Begin to fill ``sink``. It must call ``sink.finished``, also if it fails."""
