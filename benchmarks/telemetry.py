@@ -184,6 +184,10 @@ class NullRunner:
         """Return a token for each sequence."""
         return SampledTokens([7] * len(output.sampling))
 
+    @property
+    def host_memory(self) -> None:
+        """None: it has no memory."""
+
     def check_health(self) -> None:
         """Always healthy."""
 

@@ -61,6 +61,7 @@ class AsyncEngine:
         self._reporter = None if on_load is None else LoadReporter(on_load, LOAD_INTERVAL_S, clock)
         self._stats = engine.meter.stats()
         self._load = engine.meter.load()
+        engine.forward_calls(self.call_in_step_thread)
         self._thread = threading.Thread(target=self._run, name="engine-step-loop", daemon=True)
         self._thread.start()
 
@@ -184,7 +185,7 @@ class AsyncEngine:
                 command = self._inbox.get(block=False) if wait_s == 0 else self._inbox.get(timeout=wait_s)
             except Empty:
                 next_report_s = self._report_load()
-                if self._engine.has_unfinished:
+                if self._engine.can_step:
                     return True
                 self._busy_since, wait_s = None, next_report_s
                 continue

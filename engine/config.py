@@ -120,6 +120,10 @@ class EngineConfig:
         swap_space_gib: host memory in GiB, for the whole engine, that keeps what preempted requests have in the KV
             cache, and what the prefix cache evicts: blocks, pages of windows, states. What does not fit is computed
             again.
+        disk_cache_path: directory on a local disk where full blocks of ended requests are kept, which later requests of
+            this engine read, also after a restart. It needs a host pool, through which all pages pass. Each engine
+            takes a file of its own, whose name begins with a digest of the model. None: there is no disk cache.
+        disk_cache_gib: size of that file in GiB, for each engine.
         served_model_name: name of the model in metrics; None takes the path.
         step_timeout_s: seconds after which a step that does not end makes AsyncEngine.check_health() fail.
         seed: seed of the engine's generator, which gives each request without a seed its own.
@@ -165,6 +169,8 @@ class EngineConfig:
     tensor_parallel_size: Annotated[int, integer(1)] = 1
     max_logprobs: Annotated[int, integer(-1)] = DEFAULT_MAX_LOGPROBS
     swap_space_gib: Annotated[float, number(0.0, MAX_FLOAT, "of at least 0")] = 0.0
+    disk_cache_path: Annotated[str | None, name_or_null] = None
+    disk_cache_gib: Annotated[float, number(LEAST_FLOAT, MAX_FLOAT, "above 0")] = 16.0
     served_model_name: Annotated[str | None, name_or_null] = None
     step_timeout_s: Annotated[float, number(LEAST_FLOAT, MAX_FLOAT, "above 0")] = 300.0
     seed: Annotated[int, integer()] = 0

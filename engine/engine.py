@@ -13,12 +13,10 @@ from collections.abc import Sequence as GenericSequence
 from time import monotonic, perf_counter
 from typing import NamedTuple
 
-from engine.config import EngineConfig, EngineInfo
+from engine.config import EngineConfig
 from engine.errors import OverloadedError, RequestError
-from engine.kv.block_manager import BlockManager
 from engine.kv.block_pool import Block
 from engine.kv.events import KVEventBatch
-from engine.kv.pool_sizes import pages_in_reach
 from engine.observability.engine_metrics import EngineMetrics
 from engine.observability.kv_events import KVEventReporter
 from engine.observability.load_meter import LoadMeter
@@ -26,12 +24,10 @@ from engine.observability.metrics import MetricSink, NullSink
 from engine.observability.observer import EngineObservers
 from engine.observability.sharing_log import SharingLog
 from engine.outputs import FinishReason, StepOutputs
-from engine.request import EngineRequest, RequestValidator
-from engine.scheduling.drafting.configured import new_drafter
+from engine.request import EngineRequest
+from engine.scheduling.engine_parts import new_block_manager, new_scheduler, new_tiers, new_validator, overlaps_steps
 from engine.scheduling.prefill_backlog import PrefillBacklog
-from engine.scheduling.prefill_pace import PrefillPace
 from engine.scheduling.queue_limits import QueueLimits
-from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput, StepTimes
 from engine.scheduling.step_outputs import step_outputs
 from engine.sequence import Sequence, SequenceGroup
@@ -56,6 +52,7 @@ class Engine:
 
     Attributes:
         meter: how busy the engine is and how fast it computes.
+        tiers: where KV comes from and goes to beyond memory; None without a host pool.
     """
 
     def __init__(
@@ -68,20 +65,9 @@ class Engine:
         self.config = config
         self.runner = runner
         self.info = info = runner.info
-        self.block_manager = _new_block_manager(config, info, record_events=on_kv_events is not None)
-        self.scheduler = _new_scheduler(config, info, self.block_manager)
-        self.validator = RequestValidator(
-            model=info.model,
-            vocab_size=info.vocab_size,
-            max_model_len=info.max_model_len,
-            num_blocks=info.num_blocks,
-            block_size=info.block_size,
-            max_logprobs=info.max_logprobs,
-            max_num_seqs=self.scheduler.max_num_running,
-            shares_prefixes=config.enable_prefix_caching,
-            windows=tuple((pages_in_reach(window, info.block_size), pages) for window, pages in info.windows),
-            step_pages=-(-config.max_num_batched_tokens // info.block_size),
-        )
+        self.block_manager = new_block_manager(config, info, record_events=on_kv_events is not None)
+        self.scheduler = new_scheduler(config, info, self.block_manager)
+        self.validator = new_validator(config, info, self.scheduler)
         self.backlog = PrefillBacklog(self.block_manager)
         self._queue_limits = QueueLimits(config.max_queued_requests, config.max_queued_prefill_tokens)
         self.meter = LoadMeter(self.scheduler, self.block_manager, self.backlog)
@@ -97,12 +83,24 @@ class Engine:
         self.observers = EngineObservers([self.meter, metrics, SharingLog()])
         if on_kv_events is not None:
             self.observers.members.append(KVEventReporter(self.block_manager, on_kv_events))
+        self.tiers = new_tiers(
+            config,
+            runner,
+            self.block_manager,
+            self.scheduler,
+            lambda: self.meter.speeds.prefill_tokens_per_s,
+            sink,
+            self.observers.state_changed,
+        )
+        if self.tiers is not None:
+            self.observers.members.append(self.tiers)
+            self.observers.state_changed()  # what an earlier run has left on the disk
         compiler = GrammarCompiler(info.model, info.vocab_size, info.eos_token_ids)
         self.grammars = GrammarService(compiler, on_rejected=self.observers.request_rejected)
         self._groups: dict[str, SequenceGroup] = {}
         self._num_arrived = 0
         self._random = random.Random(config.seed)
-        self._overlaps_steps = _overlaps_steps(config, info)
+        self._overlaps_steps = overlaps_steps(config, info)
         self._in_flight: _Launched | None = None
 
     @classmethod
@@ -133,8 +131,20 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request waits or runs, or a step is in flight."""
-        return self.scheduler.has_unfinished or self._in_flight is not None
+        """Whether any request waits or runs, or a step is in flight or has pages to copy."""
+        return self.can_step or (self.tiers is not None and self.tiers.num_waiting > 0)
+
+    @property
+    def can_step(self) -> bool:
+        """Whether a step would do anything now; not while all requests wait for pages from a tier."""
+        if self.scheduler.has_unfinished or self._in_flight is not None:
+            return True
+        return self.tiers is not None and self.tiers.needs_step
+
+    def forward_calls(self, post: Callable[[Callable[[], None]], None]) -> None:
+        """Let background threads bring their results through ``post``; without it, steps look for them."""
+        if self.tiers is not None:
+            self.tiers.inbox.forward_to(post)
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -192,7 +202,8 @@ class Engine:
         self._num_arrived += 1
         self._groups[request.request_id] = group
         self.observers.request_added(group, monotonic() if arrived is None else arrived)
-        self.scheduler.add(group)
+        if self.tiers is None or not self.tiers.hold_back(group):
+            self.scheduler.add(group)
         return group
 
     def _new_group_within_limits(
@@ -236,6 +247,8 @@ class Engine:
         group = self._groups.get(request_id)
         if group is None:
             return False
+        if self.tiers is not None:
+            self.tiers.fetching.cancel(group)
         self.scheduler.abort(group, reason)
         self._remove(group)
         self.observers.state_changed()
@@ -276,10 +289,12 @@ class Engine:
         With ``async_scheduling`` the batch is only launched, and the tokens are those of the batch that the last call
         launched. After an exception all requests must be aborted.
         """
+        if self.tiers is not None:
+            self.tiers.run_calls(wait=not self.can_step)
         try:
             return self._step()
         except BaseException:  # an interrupted offline engine may continue
-            self.block_manager.prefix_cache.reset()  # blocks are published before they are computed
+            self._reset_prefix_cache(weights_changed=False)  # blocks are published before they are computed
             raise
 
     def _step(self) -> StepOutputs:
@@ -332,12 +347,19 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         """Drop every cached prefix, after the weights have changed for example. Running requests continue."""
-        self.block_manager.prefix_cache.reset()
+        self._reset_prefix_cache(weights_changed=True)
         self.observers.state_changed()
+
+    def _reset_prefix_cache(self, *, weights_changed: bool) -> None:
+        self.block_manager.prefix_cache.reset()
+        if self.tiers is not None:
+            self.tiers.reset(keeps_disk=not weights_changed)
 
     def close(self) -> None:
         """End the processes of the runner and of the grammar compiler. The engine cannot be used afterwards."""
         self.grammars.close()
+        if self.tiers is not None:
+            self.tiers.close()
         self.runner.close()
 
 
@@ -347,50 +369,3 @@ class _Launched(NamedTuple):
     output: SchedulerOutput
     times: StepTimes
     in_flight: StepInFlight
-
-
-def _overlaps_steps(config: EngineConfig, info: EngineInfo) -> bool:
-    """Whether a step is scheduled while the one before is computed. On a CPU both would take the same cores."""
-    if config.async_scheduling is None:
-        return info.device != "cpu" and config.tensor_parallel_size == 1
-    if config.async_scheduling and config.tensor_parallel_size > 1:
-        logger.warning(
-            "async_scheduling is off with tensor_parallel_size=%d: the other ranks do not have the sampled tokens",
-            config.tensor_parallel_size,
-        )
-        return False
-    return config.async_scheduling
-
-
-def _new_block_manager(config: EngineConfig, info: EngineInfo, *, record_events: bool) -> BlockManager:
-    return BlockManager(
-        info.num_blocks,
-        info.block_size,
-        num_host_blocks=info.num_host_blocks,
-        windows=info.windows,
-        num_slots=info.num_slots,
-        num_snapshots=info.num_snapshots,
-        snapshot_interval=info.snapshot_interval,
-        num_host_window_pages=info.num_host_window_pages,
-        num_host_slots=info.num_host_slots,
-        enable_prefix_caching=config.enable_prefix_caching,
-        record_events=record_events,
-    )
-
-
-def _new_scheduler(config: EngineConfig, info: EngineInfo, block_manager: BlockManager) -> Scheduler:
-    pace = drafter = None
-    if config.max_decode_slowdown is not None and info.free_tokens is not None:
-        target = config.target_inter_token_ms
-        target_s = None if target is None else target / 1e3
-        pace = PrefillPace(info.free_tokens, config.max_decode_slowdown, target_s)
-    if config.speculation is not None:
-        drafter = new_drafter(config, config.speculation, info, block_manager)
-    return Scheduler(
-        block_manager,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        long_prefill_threshold=config.long_prefill_threshold,
-        pace=pace,
-        drafter=drafter,
-    )

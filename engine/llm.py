@@ -176,6 +176,11 @@ class LLM:
             if elapsed := bar.format_dict["elapsed"]:
                 bar.set_postfix_str(f"output: {num_tokens / elapsed:.1f} tok/s", refresh=False)
 
+        while self.engine.tiers is not None and self.engine.tiers.is_saving:
+            self.engine.tiers.inbox.wait(0.01)  # for the disk, which this thread gives the next blocks
+            if self.engine.can_step:
+                self.engine.step()
+
     def _tokenize(self, prompt: Any) -> _TokenizedPrompt:
         if isinstance(prompt, str):
             return _TokenizedPrompt(self._require_tokenizer().encode(prompt), prompt)

@@ -69,6 +69,13 @@ class StepEngine(Protocol):
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs."""
 
+    @property
+    def can_step(self) -> bool:
+        """Whether a step would do anything now; False too while all requests wait for something else."""
+
+    def forward_calls(self, post: Callable[[Callable[[], None]], None]) -> None:
+        """Let the engine's background threads bring their results through ``post``, which wakes the step thread."""
+
     def check_request(self, request: EngineRequest) -> None:
         """Reject a request that can never run."""
 

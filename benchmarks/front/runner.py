@@ -74,6 +74,10 @@ class ComputeFreeRunner:
             sleep(self._step_s)
         return SampledTokens(tokens)
 
+    @property
+    def host_memory(self) -> None:
+        """None: it has no memory."""
+
     def check_health(self) -> None:
         """Always healthy."""
 

@@ -22,6 +22,8 @@ import torch
 from engine.kv.layer_cache import LayerCache, SharedWith, State, TokenCache, windows_of
 from engine.kv.page_memory import PageMemory
 from engine.kv.pool_sizes import PoolSizes
+from engine.kv.tiers.host_memory import HostMemory
+from engine.kv.tiers.page_format import PageKind
 from kernels.attention.window import Window
 from kernels.cpu.prefaulter import Prefaulter
 
@@ -101,6 +103,15 @@ class KVCache:
     def pools(self) -> list[PageMemory]:
         """The pools: of blocks, of each window, and of slots."""
         return [self.blocks, *self.windows.values(), self.slots]
+
+    @property
+    def host_memory(self) -> HostMemory:
+        """The bytes of the host pools: of blocks, of each window, and of slots if there are any."""
+        pools = [("blocks", self.blocks), *((f"window {window}", pool) for window, pool in self.windows.items())]
+        if self.sizes.num_slots:
+            pools.append(("states", self.slots))
+        kinds = [PageKind(name, pool.bytes_per_page) for name, pool in pools]
+        return HostMemory(kinds, [pool.host_bytes for _, pool in pools])
 
     @property
     def num_bytes(self) -> int:

@@ -95,6 +95,14 @@ class PageMemory:
         """Bytes of the host pool."""
         return self.num_host_pages * self.bytes_per_page
 
+    @property
+    def host_bytes(self) -> memoryview:
+        """The memory of the host pool, ``num_host_pages * bytes_per_page``, for threads that read or write pages.
+
+        On a GPU, copies to it are made when the step that they belong to is finished.
+        """
+        return self._host.numpy().reshape(-1).data
+
     def make(self, copies: PageCopies) -> None:
         """Make the copies of a step, in their order.
 

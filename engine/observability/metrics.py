@@ -168,6 +168,46 @@ STEP_SECONDS = Metric(
 )
 STEP_TOKENS = Metric("step_tokens", "histogram", "Tokens computed in one engine step.", (), TOKEN_BUCKETS)
 
+# What moves between host memory and other places, and what the prefix cache serves from there.
+_TIERS = ("disk", "peer")
+TIER_TOKENS = Metric(
+    "kv_tier_tokens",
+    "counter",
+    "Tokens whose KV came from a tier (in) or went to it (out).",
+    ("tier", "direction"),
+    known=tuple((tier, direction) for tier in _TIERS for direction in ("in", "out")),
+)
+TIER_BYTES = Metric(
+    "kv_tier_bytes",
+    "counter",
+    "Bytes of KV that came from a tier (in) or went to it (out).",
+    ("tier", "direction"),
+    known=tuple((tier, direction) for tier in _TIERS for direction in ("in", "out")),
+)
+TIER_HITS = Metric(
+    "prefix_cache_tier_hit_tokens",
+    "counter",
+    "Prompt tokens that the prefix cache served, by where they were: device, host; or fetched for it: disk, peer.",
+    ("tier",),
+    known=(("device",), ("host",), ("disk",), ("peer",)),
+)
+TIER_FETCH_SECONDS = Metric(
+    "kv_tier_fetch_seconds",
+    "histogram",
+    "Time that a request waited for KV from a tier.",
+    ("tier",),
+    LATENCY_BUCKETS,
+    tuple((tier,) for tier in _TIERS),
+)
+TIER_FAILURES = Metric(
+    "kv_tier_failures",
+    "counter",
+    "Fetches from a tier, or saves to it, that failed, by reason; what is lost is computed again.",
+    ("tier", "reason"),
+    known=tuple((tier, reason) for tier in _TIERS for reason in ("checksum", "io", "late")),
+)
+TIER_BLOCKS = Metric("kv_tier_blocks", "gauge", "Blocks of KV that a tier holds: host or disk.", ("tier",))
+
 METRICS: tuple[Metric, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
 
 

@@ -95,6 +95,14 @@ class PoolingEngine:
         """Whether any text waits."""
         return len(self._queue) > 0
 
+    @property
+    def can_step(self) -> bool:
+        """Whether any text waits."""
+        return self.has_unfinished
+
+    def forward_calls(self, post: Callable[[Callable[[], None]], None]) -> None:
+        """Do nothing: there is no background thread."""
+
     def check_request(self, request: EngineRequest) -> None:
         """Reject a request that can never be computed. The method reads only constants, so any thread may call it.
 

@@ -20,6 +20,7 @@ from engine.config import EngineConfig, EngineInfo
 from engine.errors import ConfigError
 from engine.kv.page_maps import HostPageMap
 from engine.kv.pool_sizes import PoolSizes, smallest
+from engine.kv.tiers.host_memory import HostMemory
 from engine.models.config.files.generation_defaults import GenerationDefaults
 from engine.outputs import TokenLogprobs
 from engine.sampling.pending import PendingTokens
@@ -110,6 +111,11 @@ class ModelRunner:
             num_host_window_pages=self.pools.num_host_window_pages,
             num_host_slots=self.pools.num_host_slots,
         )
+
+    @property
+    def host_memory(self) -> HostMemory | None:
+        """The bytes of the host pools; None with several ranks, each of which has a part of every page."""
+        return self.workers.local.kv_cache.host_memory if self.config.tensor_parallel_size == 1 else None
 
     def run(self, output: SchedulerOutput, times: StepTimes) -> SampledTokens:
         """Compute the batch and sample for each of ``output.sampling``; the phases' seconds go to ``times``.

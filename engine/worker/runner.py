@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from engine.config import EngineInfo
+from engine.kv.tiers.host_memory import HostMemory
 from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput, StepTimes
 
 __all__ = ["ComputedStep", "Runner", "StepInFlight"]
@@ -34,6 +35,10 @@ class Runner(Protocol):
     @property
     def info(self) -> EngineInfo:
         """The model and the sizes that the engine schedules for."""
+
+    @property
+    def host_memory(self) -> HostMemory | None:
+        """The bytes of the host pools' pages; None if this process does not have whole pages."""
 
     def start(self, output: SchedulerOutput) -> StepInFlight:
         """Start to compute a batch, after all that were started before it; do not wait for any of them.

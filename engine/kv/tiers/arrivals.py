@@ -54,7 +54,7 @@ class Arrival:
         self.chain = chain
         self.first_block = first_block
         self.is_cancelled = False
-        self.is_finished = False  # set by the engine's thread
+        self.is_finished = self.is_released = False  # set by the engine's thread
         self.epoch = 0  # of the prefix cache when the pages were reserved
         self._blocks = [_BlockPages(pages) for pages in blocks]
         self._memory = memory
@@ -191,7 +191,7 @@ class Arrivals:
 
     def release(self, arrival: Arrival) -> None:
         """Unpin the pages of an arrival; those that its source may still write to, when it has finished."""
-        arrival.is_cancelled = True
+        arrival.is_cancelled = arrival.is_released = True
         if arrival.is_finished:
             for kind, page in self._reserved.pop(arrival, ()):
                 self._unpin(kind, page)
@@ -200,7 +200,7 @@ class Arrivals:
         self, arrival: Arrival, error: str | None, on_finished: Callable[[Arrival, str | None], None]
     ) -> None:
         arrival.is_finished = True
-        if arrival.is_cancelled:
+        if arrival.is_released:
             self.release(arrival)
         on_finished(arrival, error)
 

@@ -60,16 +60,25 @@ class Lease:
         """Blocks that the lease covers."""
         return len(self.pages)
 
+    def checksum(self, index: int, kind: int) -> int | None:
+        """Return the checksum of one kind's page of the lease's block ``index``; None: the lease has no such page.
+
+        Raises:
+            LeaseExpiredError: if the lease ended before it was computed.
+        """
+        page = self.pages[index][kind]
+        page_checksum = None if page is None else checksum(page)
+        if not self.is_valid:
+            raise LeaseExpiredError
+        return page_checksum
+
     def checksums(self, index: int) -> list[int | None]:
         """Return the checksum of each kind's page of the lease's block ``index``, counted from ``first_block``.
 
         Raises:
             LeaseExpiredError: if the lease ended before they were computed.
         """
-        sums = [None if page is None else checksum(page) for page in self.pages[index]]
-        if not self.is_valid:
-            raise LeaseExpiredError
-        return sums
+        return [self.checksum(index, kind) for kind in range(len(self.pages[index]))]
 
     def release(self) -> None:
         """End the lease; it may have ended already. Any thread may call this."""

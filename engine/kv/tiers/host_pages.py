@@ -6,11 +6,14 @@ each window, snapshots of states.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from engine.kv.attachments.attached_pages import AttachedPages
 from engine.kv.block_manager import BlockManager
 from engine.kv.block_pool import Block
 from engine.kv.host.host_pool import HostPool
 from engine.kv.prefix_cache import HashedTokens, PrefixMatch
+from engine.kv.tiers.page_format import PageKind
 
 __all__ = ["HostPages"]
 
@@ -20,17 +23,24 @@ class HostPages:
 
     Args:
         blocks: the block manager.
+        kinds: of pages.
 
     Attributes:
         pools: the host pool of each kind.
         attached: the pages of each kind after blocks: those of windows, then snapshots.
     """
 
-    def __init__(self, blocks: BlockManager) -> None:
+    def __init__(self, blocks: BlockManager, kinds: Sequence[PageKind]) -> None:
         self.blocks = blocks
+        self.kinds = kinds
         self.cache = blocks.prefix_cache
         self.attached: list[AttachedPages] = blocks.attached
         self.pools: list[HostPool] = [blocks.host_pool, *(attached.store for attached in self.attached)]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a page of the pool of blocks."""
+        return self.kinds[0].num_bytes
 
     @property
     def has_copies(self) -> bool:

@@ -21,7 +21,11 @@ from typing import Protocol
 from engine.kv.tiers.digests import TokenChain
 from engine.request import KVSource
 
-__all__ = ["ArrivalSink", "PrefixSource", "WantedPrefix"]
+__all__ = ["FETCH_ERRORS", "ArrivalSink", "PrefixSource", "WantedPrefix"]
+
+# Why a fetch ends early: bytes that are not what they were; an error of the disk or the network; the source has lost
+# blocks; it refuses, since its pages are others; it takes too long; no one waits any longer.
+FETCH_ERRORS = ("checksum", "io", "gone", "refused", "late", "cancelled")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +34,8 @@ class WantedPrefix:
 
     Attributes:
         request_id: of the request that waits for them.
-        chain: the tokens, hashes and digests of the prompt up to the last block that could be used.
-        first_block: blocks before it are in memory.
+        chain: the tokens, hashes and digests of the prompt.
+        first_block: blocks before it are in memory, with all that a later prompt needs of them.
         source: another engine that the router has named for this request.
     """
 
@@ -39,11 +43,6 @@ class WantedPrefix:
     chain: TokenChain
     first_block: int
     source: KVSource | None = None
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks that are wanted, at most: from ``first_block`` to the end of the chain."""
-        return self.chain.num_blocks - self.first_block
 
 
 class ArrivalSink(Protocol):
@@ -55,7 +54,7 @@ class ArrivalSink(Protocol):
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that are wanted, at most those that the source has offered: host memory may be short."""
+        """Blocks that are wanted: at most those that the source has, and fewer if host memory is short."""
 
     @property
     def is_cancelled(self) -> bool:
@@ -79,8 +78,7 @@ class ArrivalSink(Protocol):
         """Say that nothing more is written to the buffers. Call it exactly once.
 
         Args:
-            error: why not all blocks have come, in one of few words, which is a label of a metric: ``checksum``,
-                ``io``, ``gone``, ``refused``, ``stalled``, ``cancelled``. None: all have come.
+            error: why not all blocks have come, one of ``FETCH_ERRORS``, the label of a metric. None: all have come.
         """
 
 
@@ -93,11 +91,18 @@ class PrefixSource(Protocol):
 
     name: str
 
-    def available(self, wanted: WantedPrefix) -> int:
-        """Return how many blocks from ``wanted.first_block`` on the source is expected to have; 0: none."""
+    def may_help(self, source: KVSource | None) -> bool:
+        """Whether the source may have anything at all, before a prompt is matched.
+
+        Args:
+            source: another engine that the router has named for the request.
+        """
+
+    def has(self, wanted: WantedPrefix, index: int, kind: int) -> bool:
+        """Whether the source is expected to have the page of a kind that belongs to block ``index`` of the prompt."""
 
     def seconds(self, num_tokens: int) -> float | None:
-        """Return how long it is expected to take to fetch this many tokens; None: nothing was measured yet."""
+        """Return how long it is expected to take to fetch this many tokens; None: nothing was measured lately."""
 
     def fetch(self, wanted: WantedPrefix, sink: ArrivalSink) -> None:
-        """Begin to fill ``sink``. It must call ``sink.finished``, also if it fails."""
+        """Begin to fill ``sink``. The source must call ``sink.finished``, also if it fails."""

@@ -1,0 +1,105 @@
+"""Saver: decides which blocks are written to the disk, and when.
+
+A text is saved when its request has ended: then its blocks are complete and none of them has been evicted, because the
+request held them; and prompts that are answered in a moment do not compete with their own first token. Its blocks are
+leased a few at a time, so that the copies of what only the device holds delay no step by more than a few milliseconds,
+and the next few are leased when those are written. So the disk sets the pace, and steps of a busy engine copy a few
+blocks now and then. What memory has lost before its turn comes is not saved.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from engine.kv.tiers.departures import Departures, Lease
+from engine.kv.tiers.digests import TokenChain
+from engine.kv.tiers.disk.disk_tier import DiskTier
+from engine.kv.tiers.host_pages import HostPages
+
+__all__ = ["Saver"]
+
+_MAX_TEXTS = 256  # that wait; the oldest is dropped if the disk is too slow
+_BYTES_TOGETHER = 8 * 2**20  # leased and copied at a time: 2 ms at 4 GB/s
+_LEASE_S = 60.0  # in which a disk writes them
+
+
+class Saver:
+    """The texts whose blocks are to be saved. The engine's thread calls it.
+
+    Args:
+        disk: the disk cache.
+        pages: of the host pools.
+        departures: leases pages.
+    """
+
+    def __init__(self, disk: DiskTier, pages: HostPages, departures: Departures) -> None:
+        self._disk = disk
+        self._pages = pages
+        self._departures = departures
+        self._texts: deque[TokenChain] = deque()
+        self._position = 0  # of the first text: blocks before it are written, or cannot be
+        self._generation = 0
+        self._is_waiting = False  # for a lease, or for a write
+        self._blocks_together = max(1, _BYTES_TOGETHER // max(1, pages.block_bytes))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is still to be written."""
+        return self._is_waiting or bool(self._texts)
+
+    def add(self, chain: TokenChain) -> None:
+        """Save the blocks of a text, as far as memory holds them."""
+        if self._disk.is_on and chain.num_blocks:
+            if len(self._texts) == _MAX_TEXTS:
+                self._next_text()
+            self._texts.append(chain)
+            self._go_on()
+
+    def reset(self) -> None:
+        """Forget the texts: memory holds none of them."""
+        self._texts.clear()
+        self._position = 0
+
+    def _go_on(self) -> None:
+        """Lease the next blocks that the disk lacks, unless others are being written."""
+        while self._texts and not self._is_waiting:
+            chain = self._texts[0]
+            if not self._position:
+                self._generation = self._disk.next_generation()
+            first = self._first_lacking(chain) if self._disk.is_on else None
+            if first is not None:
+                self._position = first + self._blocks_together  # never back: a small disk may have dropped blocks again
+                self._is_waiting = True
+                if self._departures.lease(chain, first, self._blocks_together, self._ready, timeout_s=_LEASE_S):
+                    return
+                self._is_waiting = False  # host memory is full of other leases
+            self._disk.touch(chain)
+            self._next_text()
+
+    def _next_text(self) -> None:
+        self._texts.popleft()
+        self._position = 0
+
+    def _first_lacking(self, chain: TokenChain) -> int | None:
+        """Return the next block of which memory has a page that the disk lacks."""
+        match = self._pages.match(chain)
+        for index in range(self._position, min(match.num_blocks, self._disk.max_blocks)):
+            if self._disk.lacks(chain, index, 0):
+                return index
+            if self._pages.attached and any(
+                self._disk.lacks(chain, index, kind) for kind in self._pages.kinds_held(match, index)
+            ):
+                return index
+        return None
+
+    def _ready(self, lease: Lease) -> None:
+        if lease.is_valid and self._disk.is_on:
+            self._disk.save(lease, self._generation, self._done)
+        else:
+            lease.release()
+            self.reset()
+            self._done()
+
+    def _done(self) -> None:
+        self._is_waiting = False
+        self._go_on()

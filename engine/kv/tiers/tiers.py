@@ -1,0 +1,176 @@
+"""Tiers: the places outside memory from which KV comes and to which it goes, for one engine.
+
+It joins the parts of this folder, and tells them what happens in the engine. A disk is one such place; the transport of
+a deployment adds another, which reads from other engines and serves leases to them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from functools import cached_property
+
+from engine.config import EngineConfig, EngineInfo
+from engine.errors import OverloadedError
+from engine.kv.block_manager import BlockManager
+from engine.kv.tiers.arrivals import Arrivals
+from engine.kv.tiers.departures import Departures
+from engine.kv.tiers.digests import TokenChain
+from engine.kv.tiers.disk.disk_tier import DiskTier
+from engine.kv.tiers.disk.saver import Saver
+from engine.kv.tiers.fetching import Fetching
+from engine.kv.tiers.host_memory import HostMemory
+from engine.kv.tiers.host_pages import HostPages
+from engine.kv.tiers.inbox import StepInbox
+from engine.kv.tiers.model_digest import model_digest
+from engine.kv.tiers.page_format import PageFormat
+from engine.kv.tiers.tier_meter import TierMeter
+from engine.observability.metrics import MetricSink
+from engine.observability.observer import EngineObserver
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.scheduler_output import SchedulerOutput, StepTimes
+from engine.sequence import Sequence, SequenceGroup
+
+__all__ = ["Tiers"]
+
+logger = logging.getLogger(__name__)
+
+
+class Tiers(EngineObserver):
+    """The tiers of one engine. The engine's thread calls all methods.
+
+    Args:
+        config: the engine's options.
+        info: the model and the engine's sizes.
+        blocks: the block manager.
+        scheduler: queues the requests whose pages have come.
+        memory: of the host pools.
+        prefill_rate: returns the tokens a second that the engine computes; 0: not measured yet.
+        sink: stores the values of metrics.
+        on_changed: called after something has changed between two steps.
+
+    Attributes:
+        inbox: of the engine's thread, for background threads.
+        arrivals, departures: pages that come and go.
+        fetching: requests that wait for pages; its ``sources`` can be extended.
+        meter: what has moved, and how fast.
+        disk: the disk cache; None: there is none.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        info: EngineInfo,
+        blocks: BlockManager,
+        scheduler: Scheduler,
+        memory: HostMemory,
+        prefill_rate: Callable[[], float],
+        sink: MetricSink | None,
+        on_changed: Callable[[], None],
+    ) -> None:
+        self._config, self._info = config, info
+        self._memory = memory
+        self._blocks = blocks
+        self.inbox = StepInbox()
+        self.pages = HostPages(blocks, memory.kinds)
+        self.meter = TierMeter(sink)
+        self.arrivals = Arrivals(self.pages, memory, self.inbox)
+        self.departures = Departures(self.pages, memory, self.inbox)
+        self.fetching = Fetching(
+            self.pages,
+            self.arrivals,
+            self.inbox,
+            lambda group: self.chain(group.sequences[0].token_ids, group.request.cache_key),
+            scheduler.add,
+            prefill_rate,
+            self.meter,
+        )
+        self.disk: DiskTier | None = None
+        self._saver: Saver | None = None
+        if config.disk_cache_path is not None:
+            events = blocks.prefix_cache.events
+            self.disk = DiskTier.open(config, info, self.format, self.inbox, self.meter, events, on_changed)
+            self._saver = Saver(self.disk, self.pages, self.departures)
+            self.fetching.sources.append(self.disk)
+
+    @cached_property
+    def format(self) -> PageFormat:
+        """What the bytes of this engine's pages mean. The first access reads all weights."""
+        return PageFormat(model_digest(self._config, self._info), self._info.block_size, self._memory.kinds)
+
+    def chain(self, token_ids: list[int], cache_key: str) -> TokenChain:
+        """Return the blocks of a text, with their names."""
+        return TokenChain(
+            token_ids,
+            self._info.block_size,
+            cache_key=cache_key,
+            model=self._info.model,
+            format_digest=self.format.digest,
+        )
+
+    # --- what the engine asks -----------------------------------------------------------------------------------
+
+    @property
+    def needs_step(self) -> bool:
+        """Whether a step has pages to copy."""
+        return self.pages.has_copies
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for pages."""
+        return self.fetching.num_waiting
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether blocks are still to be written to the disk."""
+        return self._saver is not None and self._saver.is_busy
+
+    def run_calls(self, *, wait: bool) -> None:
+        """Make the calls of background threads, where no AsyncEngine does that.
+
+        Args:
+            wait: nothing can be computed before a call comes.
+        """
+        if wait and self.num_waiting:
+            self.inbox.wait()
+        else:
+            self.inbox.run()
+
+    def hold_back(self, group: SequenceGroup) -> bool:
+        """Let a request wait for pages; False: it is to be queued now. See ``Fetching.hold_back``."""
+        return self.fetching.hold_back(group)
+
+    def reset(self, *, keeps_disk: bool) -> None:
+        """Take notice that the prefix cache was reset.
+
+        Args:
+            keeps_disk: what the disk holds stays valid: a step has failed, but the weights are the same.
+        """
+        self.departures.reset()
+        if self._saver is not None:
+            self._saver.reset()
+        if self.disk is not None:
+            self.disk.reset(keeps_content=keeps_disk)
+
+    def close(self) -> None:
+        """End the threads; what is not written yet is lost."""
+        if self.disk is not None:
+            self.disk.close()
+        self.inbox.close()
+
+    # --- what happens in the engine -----------------------------------------------------------------------------
+
+    def step_scheduled(self, output: SchedulerOutput) -> None:
+        if not output.is_empty:
+            self.departures.step_launched()
+        if output.admitted:
+            self.fetching.started(output.admitted)
+
+    def step_finished(self, output: SchedulerOutput, updated: Iterable[Sequence], times: StepTimes) -> None:
+        self.departures.step_finished()
+
+    def request_left(self, group: SequenceGroup, rejection: OverloadedError | None) -> None:
+        self.fetching.started([group])
+        if self._saver is not None and rejection is None:
+            for sequence in group.sequences:
+                self._saver.add(self.chain(sequence.token_ids, sequence.cache_key))

@@ -1,0 +1,68 @@
+"""A restarted engine reads from its disk what an earlier one has computed, bit by bit, and answers the same tokens."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.kv.layer_cache import State
+from engine.llm import LLM
+from engine.sampling_params import SamplingParams
+from tests.engine.checkpoints import build_model, save_checkpoint
+from tests.engine.models.decoder.recurrent.recurrent_families import save_recurrent_model
+from tests.engine.oracle import answers, make_llm, random_tokens, run
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+
+
+def save(family: str, path: Path) -> str:
+    """Save a tiny model: qwen3 attends to everything, mistral to a window, qwen3.5 has recurrent layers."""
+    if family == "qwen3.5":
+        return save_recurrent_model(family, path)[1]
+    return save_checkpoint(build_model(family), path)
+
+
+def make(path: str, disk: Path | None, **options: Any) -> LLM:
+    tiers: dict[str, Any] = {} if disk is None else {"disk_cache_path": str(disk), "disk_cache_gib": 0.02}
+    return make_llm(path, **{"block_size": 4, "num_blocks": 200, "swap_space_gib": 0.01} | tiers | options)
+
+
+def cached_bits(llm: LLM, prompt: list[int], num_blocks: int) -> list[torch.Tensor]:
+    """Return the bits that each layer has cached of a text's first blocks; windows and states: of the last one."""
+    engine = llm.engine
+    assert engine.tiers is not None
+    match = engine.block_manager.prefix_cache.match(engine.tiers.chain(prompt, ""))
+    assert match.num_blocks >= num_blocks
+    blocks = [match.block_id(index) for index in range(num_blocks)]
+    cache = engine.runner.workers.local.kv_cache  # type: ignore[attr-defined]
+    parts = []
+    for layer, tensors in zip(engine.runner.workers.local.shard.model.layer_caches, cache.layers, strict=True):  # type: ignore[attr-defined]
+        for tensor in tensors:
+            if isinstance(layer, State):
+                continue
+            rows = blocks if layer.window is None else []
+            parts.append(tensor[rows].contiguous().view(torch.uint8).clone())
+    return parts
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "qwen3.5"])
+def test_a_restarted_engine_serves_a_prompt_from_its_disk(family: str, dtype: str, tmp_path: Path) -> None:
+    path, prompt = save(family, tmp_path / "model"), random_tokens(random.Random(7), 90)
+    first = make(path, tmp_path / "disk", dtype=dtype)
+    expected = run(first, [prompt], GREEDY)
+    bits = cached_bits(first, prompt, 20)
+    first.engine.close()
+    second = make(path, tmp_path / "disk", dtype=dtype)
+    assert second.engine.tiers is not None
+    assert second.engine.tiers.disk is not None
+    assert second.engine.tiers.disk.num_blocks >= 22
+    outputs = run(second, [prompt], GREEDY)
+    assert answers(outputs) == answers(expected)
+    assert outputs[0].num_cached_tokens >= 84
+    assert all(map(torch.equal, cached_bits(second, prompt, 20), bits))
+    second.engine.close()
