@@ -267,6 +267,8 @@ class Engine:
         answers = [answer for answer in group.unfinished if answer.index == index] if group is not None else []
         if group is None or not answers or group.outputs_at_end or not group.is_forked:
             return False
+        if self.tiers is not None:
+            self.tiers.fetching.cancel(group)
         self.scheduler.end_sequence(answers[0], reason)
         self.observers.sequence_ended(answers[0])
         if group.is_finished:

@@ -116,6 +116,7 @@ class PrefixCache:
 
     Attributes:
         epoch: how often the cache was reset; what a sequence of an earlier epoch computes is not published.
+        num_loaded: blocks that were loaded from the store.
         num_evicted: cached blocks that left the device because a sequence needed a block.
         attachments: called when something happens to the blocks that they hang on.
         events: what was published and removed.
@@ -123,7 +124,7 @@ class PrefixCache:
 
     def __init__(self, pool: BlockPool, block_size: int, store: BlockStore, *, record_events: bool = False) -> None:
         self.epoch = 0
-        self.num_evicted = 0
+        self.num_evicted = self.num_loaded = 0
         self.attachments: GenericSequence[Attachments] = ()
         self._pool = pool
         self._block_size = block_size
@@ -231,6 +232,7 @@ class PrefixCache:
         """Copy a held page of the store to a block of the device in this step; publish the block and return it."""
         assert page.block_hash is not None
         self._store.load(page, block.block_id)
+        self.num_loaded += 1
         block.copy_content(page)
         self._by_hash[page.block_hash] = block
         return block

@@ -43,6 +43,8 @@ from engine.observability.metrics import (
     STATE_SLOTS,
     STEP_SECONDS,
     STEP_TOKENS,
+    TIER_BLOCKS,
+    TIER_HITS,
     TTFT,
     WINDOW_PAGES,
     MetricSink,
@@ -81,7 +83,7 @@ class EngineMetrics(EngineObserver):
         self._block_manager = block_manager
         self._scheduler = scheduler
         self._times: dict[str, _RequestTimes] = {}
-        self._num_evicted = 0
+        self._num_evicted = self._num_loaded = 0
 
     def report_start(self, **labels: str) -> None:
         """Report that the engine is ready, with the labels of ``ENGINE_INFO``, and the first values of the gauges."""
@@ -157,7 +159,12 @@ class EngineMetrics(EngineObserver):
         self._sink.set(KV_CACHED, counts.cached / total)
         for state in ("free", "cached", "used", "shared"):
             self._sink.set(KV_BLOCKS, getattr(counts, state), state=state)
+        if self._block_manager.host_pool.num_pages:
+            self._sink.set(TIER_BLOCKS, len(self._block_manager.host_pool.by_name), tier="host")
         self._report_attachments()
+        if loaded := self._block_manager.prefix_cache.num_loaded - self._num_loaded:
+            self._sink.increment(TIER_HITS, loaded * self._block_manager.block_size, tier="host")
+            self._num_loaded += loaded
         if evicted := self._block_manager.prefix_cache.num_evicted - self._num_evicted:
             self._sink.increment(BLOCKS_EVICTED, evicted)
             self._num_evicted += evicted

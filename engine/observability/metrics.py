@@ -187,9 +187,9 @@ TIER_BYTES = Metric(
 TIER_HITS = Metric(
     "prefix_cache_tier_hit_tokens",
     "counter",
-    "Prompt tokens that the prefix cache served, by where they were: device, host; or fetched for it: disk, peer.",
+    "Cached tokens that were loaded from host memory, and those among them that had come from a disk or a peer.",
     ("tier",),
-    known=(("device",), ("host",), ("disk",), ("peer",)),
+    known=(("host",), ("disk",), ("peer",)),
 )
 TIER_FETCH_SECONDS = Metric(
     "kv_tier_fetch_seconds",
@@ -206,7 +206,7 @@ TIER_FAILURES = Metric(
     ("tier", "reason"),
     known=tuple((tier, reason) for tier in _TIERS for reason in ("checksum", "io", "late")),
 )
-TIER_BLOCKS = Metric("kv_tier_blocks", "gauge", "Blocks of KV that a tier holds: host or disk.", ("tier",))
+TIER_BLOCKS = Metric("kv_tier_blocks", "gauge", "Blocks of KV that host memory or the disk holds.", ("tier",))
 
 METRICS: tuple[Metric, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
 

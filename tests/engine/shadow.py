@@ -15,6 +15,7 @@ from engine.config import EngineConfig, EngineInfo
 from engine.engine import Engine
 from engine.kv.events import KVEventBatch
 from engine.kv.page_copies import BlockPair, PageCopies
+from engine.kv.tiers.host_memory import HostMemory
 from engine.observability.engine_metrics import EngineMetrics
 from engine.observability.metrics import MetricSink
 from engine.outputs import Logprob, TokenLogprobs
@@ -24,6 +25,7 @@ from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput, S
 from engine.sequence import Sequence, SequenceGroup, SequenceStatus
 from engine.worker.runner import ComputedStep
 from kernels.attention.window import Window, first_key
+from tests.engine.shadow_memory import HostSlots, shadow_host_memory
 from tests.engine.shadow_model import VOCAB_SIZE, PrefixIds, candidates, next_token, num_candidates, token_logprob
 
 
@@ -34,18 +36,24 @@ class ShadowRunner:
         self.info = info
         self.block_size = info.block_size
         self.slots: dict[int, int] = {}
-        self.host_slots: dict[int, int] = {}
+        self.host_slots = HostSlots(info.num_host_blocks * info.block_size)
         self.page_maps: list[dict[int, int]] = [{} for _ in info.windows]  # of each window: the page of each block
         self.window_slots: list[dict[int, int]] = [{} for _ in info.windows]
-        self.host_window_slots: list[dict[int, int]] = [{} for _ in info.windows]
+        pages = info.num_host_window_pages or [0] * len(info.windows)
+        self.host_window_slots = [HostSlots(count * info.block_size) for count in pages]
         self.states: dict[int, int] = {}  # the prefix that the state in each slot has seen
-        self.host_states: dict[int, int] = {}
+        self.host_states = HostSlots(info.num_host_slots)
         self.ids = PrefixIds()
         self.num_steps = 0
         self.num_copied: Counter[str] = Counter()
         self.sampled_ids: list[int] = []  # of the last step
         self.on_device: WeakKeyDictionary[Sequence, int] = WeakKeyDictionary()  # the same, by sequence
         self.undecided: WeakSet[Sequence] = WeakSet()  # those of which only the host will know the token
+
+    @property
+    def host_memory(self) -> HostMemory:
+        """The host pools as bytes."""
+        return shadow_host_memory(self.info, self.host_slots, self.host_window_slots, self.host_states)
 
     def start(self, output: SchedulerOutput) -> ComputedStep:
         """Do what ``run`` does, and withhold the tokens until the step is finished, as a GPU does."""
@@ -94,16 +102,19 @@ class ShadowRunner:
     def close(self) -> None:
         """Do nothing: nothing was started."""
 
-    def _make(
-        self, kind: str, copies: PageCopies, device: dict[int, int], host: dict[int, int], page_size: int
-    ) -> None:
+    def _make(self, kind: str, copies: PageCopies, device: dict[int, int], host: HostSlots, page_size: int) -> None:
         """Make the copies of one pool, in their order."""
         self._copy(f"{kind} out", copies.swap_out, device, host, page_size)
         self._copy(f"{kind} in", copies.swap_in, host, device, page_size)
         self._copy(f"{kind} copied", copies.on_device, device, device, page_size)
 
     def _copy(
-        self, name: str, pairs: list[BlockPair], source: dict[int, int], target: dict[int, int], page_size: int
+        self,
+        name: str,
+        pairs: list[BlockPair],
+        source: dict[int, int] | HostSlots,
+        target: dict[int, int] | HostSlots,
+        page_size: int,
     ) -> None:
         assert len({to for _, to in pairs}) == len(pairs), f"{name}: two pages are copied to one"
         read = [(to * page_size + i, source.get(page * page_size + i)) for page, to in pairs for i in range(page_size)]
@@ -341,12 +352,13 @@ def check_integrity(engine: Engine) -> None:
     assert all(not group.host_table for group in waiting if group.status is SequenceStatus.WAITING)
     if not engine.has_unfinished:
         assert engine.block_manager.num_free_blocks == len(engine.block_manager.pool.blocks)
-        assert engine.block_manager.host_pool.num_free == engine.info.num_host_blocks
+        pinned = engine.block_manager.host_pool.pinned
+        assert engine.block_manager.host_pool.num_free == engine.info.num_host_blocks - len(pinned)
         held = [] if states is None else states._held  # by copies of the next step, for what has ended meanwhile
         for attached in engine.block_manager.prefix_cache.attachments:
             num_held = len(held) if states is not None and attached is states.snapshots else 0
             assert attached.pages.num_free == len(attached.pages.blocks) - num_held
-            assert attached.store.num_free == len(attached.store.pages.blocks)
+            assert attached.store.num_free == len(attached.store.pages.blocks) - len(attached.store.pinned)
 
 
 def metrics_of(engine: Engine) -> EngineMetrics:

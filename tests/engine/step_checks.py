@@ -16,6 +16,7 @@ from engine.kv.prefix_hash import pack_tokens, root_hash
 from engine.scheduling.scheduler_output import SchedulerOutput
 from engine.sequence import Sequence, SequenceStatus
 from tests.engine.shadow import ShadowRunner
+from tests.engine.shadow_memory import HostSlots
 
 __all__ = ["StepChecks"]
 
@@ -143,13 +144,13 @@ class StepChecks:
             self._check_pages("snapshot", slots, runner.states, 1)
             self._check_store("host snapshot", snapshots.store, runner.host_states, 1)
 
-    def _check_store(self, kind: str, store: HostPool, slots: dict[int, int], page_size: int) -> None:
+    def _check_store(self, kind: str, store: HostPool, slots: HostSlots, page_size: int) -> None:
         """Check the pages of a host pool, but those that the next step's copies fill."""
         pages = [(page.block_id, page.block_hash) for page in store.pages.blocks]
         self._check_pages(kind, [page for page in pages if page[0] not in store._copies_out], slots, page_size)
 
     def _check_pages(
-        self, kind: str, pages: Iterable[tuple[int, int | None]], slots: dict[int, int], page_size: int
+        self, kind: str, pages: Iterable[tuple[int, int | None]], slots: dict[int, int] | HostSlots, page_size: int
     ) -> None:
         """Assert that pages, given with the hashes of their blocks, hold the last tokens of the prefixes."""
         for page_id, block_hash in pages:

@@ -88,13 +88,16 @@ class AttachedPages:
         is_here = page is not None and page.block_id not in self._unlikely and page.block_id not in self.copies
         return is_here or self.stored(match, index) is not None
 
-    def pin_on_host(self, match: PrefixMatch, index: int) -> Block | None:
-        """Return the store's page for block ``index`` of a match, pinned; None if there is none, or no room for one.
+    def pin_stored(self, match: PrefixMatch, index: int) -> Block | None:
+        """Return the store's page for block ``index`` of a match, pinned; None if it has none."""
+        stored = self.stored(match, index)
+        return None if stored is None else self.store.pin_stored(stored)
 
-        What only the device holds is copied by the next step.
+    def pin_copy(self, match: PrefixMatch, index: int) -> Block | None:
+        """Return a pinned page of the store for block ``index`` of a match, to which the next step copies its page.
+
+        None if the device has no page that is worth to be kept, or the store has no room.
         """
-        if (stored := self.stored(match, index)) is not None:
-            return self.store.pin_stored(stored)
         page, block = self.by_block.get(match.block_id(index)), match.block(index)
         if page is None or not self.has(match, index) or block.block_hash is None:
             return None

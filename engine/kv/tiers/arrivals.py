@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine.kv.block_pool import Block
+from engine.kv.prefix_cache import PrefixMatch
 from engine.kv.tiers.digests import TokenChain
 from engine.kv.tiers.host_memory import HostMemory
 from engine.kv.tiers.host_pages import HostPages
@@ -60,6 +61,7 @@ class Arrival:
         self._memory = memory
         self._on_finished = on_finished
         self._num_done = 0  # leading blocks that have come and are right
+        self.num_bytes = 0  # of their pages
 
     @property
     def num_blocks(self) -> int:
@@ -90,6 +92,7 @@ class Arrival:
             buffer is not None and expected is not None for buffer, expected in zip(buffers, checksums, strict=True)
         ]
         self._blocks[index - self.first_block].has_come = has_come
+        self.num_bytes += sum(len(buffer) for buffer, has in zip(buffers, has_come, strict=True) if buffer and has)
         self._num_done += 1  # the last write: the engine's thread reads the leading blocks at any time
         return True
 
@@ -133,6 +136,7 @@ class Arrivals:
         first_block: int,
         kinds: Sequence[Sequence[int]],
         on_finished: Callable[[Arrival, str | None], None],
+        keep: PrefixMatch,
     ) -> Arrival | None:
         """Reserve host pages for the blocks of a text from ``first_block`` on, as far as there is room.
 
@@ -141,18 +145,23 @@ class Arrivals:
             first_block: index of the first block.
             kinds: of each block, the kinds of pages that are wanted.
             on_finished: called in this thread when the source has written the last byte, with its error.
+            keep: what memory holds of the text; its host pages are kept as long as the arrival.
 
         Returns:
             None if there is no room for a single block.
         """
         blocks: list[list[Block | None]] = []
-        held: list[tuple[int, Block]] = []
+        held = self._pages.pin_stored(keep, range(keep.num_blocks))  # before a page is taken, which may evict others
+        for kind, _ in held:
+            self._num_pages[kind] += 1
         for wanted in kinds:
             if (pages := self._reserve_block(wanted)) is None:
                 break
             blocks.append(pages)
             held += [(kind, page) for kind, page in enumerate(pages) if page is not None]
         if not blocks:
+            for kind, page in held:
+                self._unpin(kind, page)
             return None
 
         def finished(arrival: Arrival, error: str | None) -> None:

@@ -15,8 +15,11 @@ the receiver compares them with the bytes that it got.
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 
 from engine.kv.block_pool import Block
@@ -47,7 +50,7 @@ class Lease:
         chain: TokenChain,
         first_block: int,
         pages: list[list[memoryview | None]],
-        release: Callable[[], None],
+        release: Callable[[Lease], None],
     ) -> None:
         self.chain = chain
         self.first_block = first_block
@@ -82,7 +85,7 @@ class Lease:
 
     def release(self) -> None:
         """End the lease; it may have ended already. Any thread may call this."""
-        self._release()
+        self._release(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +124,7 @@ class Departures:
         self._max_pages = [max(1, int(pool.num_pages * max_share)) for pool in pages.pools]
         self._num_pages = [0] * len(pages.pools)
         self._num_launched = self._num_finished = 0  # steps
+        self._in_flight: deque[tuple[int, object]] = deque()  # steps that are launched, and their numbers
         self._waiting: list[_Waiting] = []
         self._held: dict[Lease, list[tuple[int, Block]]] = {}  # kinds and pages
 
@@ -153,23 +157,25 @@ class Departures:
             ``on_ready`` is not called.
         """
         match = self._pages.match(chain)
-        held: list[tuple[int, Block]] = []
-        views: list[list[memoryview | None]] = []
-        for index in range(first_block, min(first_block + num_blocks, match.num_blocks)):
-            of_block = self._pages.pin(match, index) if self._num_pages[0] < self._max_pages[0] else []
-            if not of_block:
-                break
-            held += of_block
-            views.append(self._views(of_block))
-        if not views:
+        room = min(num_blocks, *(most - held for most, held in zip(self._max_pages, self._num_pages, strict=True)))
+        held = self._pages.pin(match, range(first_block, min(first_block + room, match.num_blocks)))
+        if not held:
             return None
-        lease = Lease(chain, first_block, views, lambda: self._inbox.post(lambda: self._end(lease)))
-        self._held[lease] = held
+        lease = Lease(chain, first_block, [self._views(of_block) for of_block in held], self._release)
+        self._held[lease] = [pair for of_block in held for pair in of_block]
         step = self._num_launched + self._pages.has_copies  # the next one makes the copies
         self._waiting.append(_Waiting(step, lease, on_ready))
-        self._inbox.post_at(self._clock() + timeout_s, lambda: self._end(lease))
+        self._inbox.post_at(self._clock() + timeout_s, partial(self._expire, weakref.ref(lease)))
         self._report_ready()
         return lease
+
+    def _release(self, lease: Lease) -> None:
+        """End a lease, from any thread."""
+        self._inbox.post(partial(self._end, lease))
+
+    def _expire(self, reference: weakref.ref[Lease]) -> None:
+        if (lease := reference()) is not None:  # else it has ended long ago
+            self._end(lease)
 
     def _views(self, of_block: list[tuple[int, Block]]) -> list[memoryview | None]:
         views: list[memoryview | None] = [None] * len(self._num_pages)
@@ -178,19 +184,21 @@ class Departures:
             self._num_pages[kind] += 1
         return views
 
-    def step_launched(self) -> None:
+    def step_launched(self, step: object) -> None:
         """Count a step, which makes the copies of all leases so far."""
         self._num_launched += 1
+        self._in_flight.append((self._num_launched, step))
 
-    def step_finished(self) -> None:
-        """Count a step whose copies are made."""
-        self._num_finished += 1
+    def step_finished(self, step: object) -> None:
+        """Take notice that the copies of a step are made."""
+        launched: object = None
+        while launched is not step:  # steps before it have failed
+            self._num_finished, launched = self._in_flight.popleft()
         if self._waiting:
             self._report_ready()
 
     def reset(self) -> None:
         """End every lease: the prefix cache was reset, and copies may have been dropped."""
-        self._num_finished = self._num_launched
         for lease in list(self._held):
             self._end(lease)
         waiting, self._waiting = self._waiting, []

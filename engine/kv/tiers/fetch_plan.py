@@ -32,14 +32,15 @@ class FetchPlan:
     Attributes:
         first_block: after the blocks before it, the prompt can resume with what is in memory.
         last_block: end of the blocks that could be used.
+        match: what memory holds.
     """
 
     def __init__(self, pages: HostPages, sequence: Sequence, chain: TokenChain) -> None:
         self._blocks, self._attached = pages.blocks, pages.attached
         self._size = size = chain.block_size
         self._last_position = sequence.num_tokens - 1
-        self._match = pages.match(sequence)
-        resumed = self._blocks.match_prefix(sequence) if self._attached else self._match
+        self.match = pages.match(sequence)
+        resumed = self._blocks.match_prefix(sequence) if self._attached else self.match
         self.first_block = -(-resumed.num_resumed // size)
         self.last_block = self._last_position // size if self._blocks.states is not None else chain.num_blocks
 
@@ -66,9 +67,9 @@ class FetchPlan:
         return self._blocks.states is not None
 
     def _in_memory(self, index: int, kind: int) -> bool:
-        if index >= self._match.num_blocks:
+        if index >= self.match.num_blocks:
             return False
-        return not kind or self._attached[kind - 1].has(self._match, index)
+        return not kind or self._attached[kind - 1].has(self.match, index)
 
     def _first_in_reach(self, first_block: Callable[[int], int], end: int) -> int:
         """Return the first block within reach of a window where a prompt resumes after ``end`` blocks."""

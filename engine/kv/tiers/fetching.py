@@ -113,7 +113,7 @@ class Fetching:
         num_tokens = len(kinds) * chain.block_size
         if not num_tokens or not self._pays(source, num_tokens):
             return False
-        arrival = self._arrivals.reserve(chain, plan.first_block, kinds, self._finished)
+        arrival = self._arrivals.reserve(chain, plan.first_block, kinds, self._finished, keep=plan.match)
         if arrival is None:
             self._meter.failed(source.name, "full")
             return False
@@ -168,16 +168,15 @@ class Fetching:
         del self._fetches[fetch.group.request_id], self._by_digest[fetch.digest]
         arrival = fetch.arrival
         arrival.is_cancelled = True
-        num_in_memory = self._arrivals.publish(arrival)
-        num_blocks = max(0, min(arrival.num_done, num_in_memory - arrival.first_block))
+        num_blocks = max(0, self._arrivals.publish(arrival) - arrival.first_block)
         self._meter.fetched(
             fetch.source.name,
             num_tokens=num_blocks * arrival.chain.block_size,
-            num_bytes=num_blocks * self._pages.block_bytes,
+            num_bytes=arrival.num_bytes,
             seconds=self._clock() - fetch.started,
             is_late=error == "late",
         )
-        if error is not None:
+        if error not in (None, "cancelled"):
             self._meter.failed(fetch.source.name, error)
         self._kept[fetch.group.request_id] = arrival
         self._start(fetch.group)

@@ -55,19 +55,46 @@ class HostPages:
         """Return the kinds of pages that memory holds of block ``index`` of a match."""
         return [0, *(kind for kind, attached in enumerate(self.attached, 1) if attached.has(match, index))]
 
-    def pin(self, match: PrefixMatch, index: int) -> list[tuple[int, Block]]:
-        """Pin the host pages of block ``index`` of a match; what only the device holds is copied by the next step.
+    def pin_stored(self, match: PrefixMatch, indices: range) -> list[tuple[int, Block]]:
+        """Pin the host pages of some blocks of a match; return their kinds and pages."""
+        pinned = []
+        for index in indices:
+            if index >= len(match.blocks):
+                pinned.append((0, self.pools[0].pin_stored(match.block(index))))
+            for kind, attached in enumerate(self.attached, 1):
+                if (page := attached.pin_stored(match, index)) is not None:
+                    pinned.append((kind, page))
+        return pinned
+
+    def pin(self, match: PrefixMatch, indices: range) -> list[list[tuple[int, Block]]]:
+        """Pin the host pages of consecutive blocks of a match; what only the device holds is copied by the next step.
+
+        All that the host has is pinned before the first copy takes a page, which may evict others.
 
         Returns:
-            Kinds and pages; empty if the pool of blocks is full, without a kind whose pool is.
+            For each block the kinds and pages; fewer blocks if the pool of blocks is full, and without a kind whose
+            pool is.
         """
-        block, pool = match.block(index), self.pools[0]
-        is_on_device = index < len(match.blocks)
-        page = pool.pin_copy(block, block.block_id) if is_on_device else pool.pin_stored(block)
-        if page is None:
-            return []
-        others = [(kind, attached.pin_on_host(match, index)) for kind, attached in enumerate(self.attached, 1)]
-        return [(0, page), *((kind, other) for kind, other in others if other is not None)]
+        pinned = [self.pin_stored(match, range(index, index + 1)) for index in indices]
+        for position, (index, of_block) in enumerate(zip(indices, pinned, strict=True)):
+            if not self._pin_copies(match, index, of_block):
+                for kind, page in (pair for rest in pinned[position:] for pair in rest):
+                    self.unpin(kind, page)
+                return pinned[:position]
+        return pinned
+
+    def _pin_copies(self, match: PrefixMatch, index: int, pinned: list[tuple[int, Block]]) -> bool:
+        """Pin copies of what only the device holds of a block; False if the pool of blocks is full."""
+        held = {kind for kind, _ in pinned}
+        if 0 not in held:
+            block = match.block(index)
+            if (page := self.pools[0].pin_copy(block, block.block_id)) is None:
+                return False
+            pinned.append((0, page))
+        for kind, attached in enumerate(self.attached, 1):
+            if kind not in held and (page := attached.pin_copy(match, index)) is not None:
+                pinned.append((kind, page))
+        return True
 
     def unpin(self, kind: int, page: Block) -> None:
         """Remove a pin of a page."""

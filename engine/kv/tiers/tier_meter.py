@@ -14,6 +14,7 @@ from engine.observability.metrics import (
     TIER_BYTES,
     TIER_FAILURES,
     TIER_FETCH_SECONDS,
+    TIER_HITS,
     TIER_TOKENS,
     MetricSink,
     NullSink,
@@ -86,6 +87,8 @@ class TierMeter:
         self.rate(source).record(max(num_tokens, 1) if is_late else num_tokens, num_bytes, seconds)
         self._sink.observe(TIER_FETCH_SECONDS, seconds, tier=source)
         self._moved(source, "in", num_tokens, num_bytes)
+        if num_tokens:
+            self._sink.increment(TIER_HITS, num_tokens, tier=source)
 
     def saved(self, target: str, *, num_tokens: int, num_bytes: int) -> None:
         """Count what was written to a disk or read by another engine."""

@@ -162,12 +162,12 @@ class Tiers(EngineObserver):
 
     def step_scheduled(self, output: SchedulerOutput) -> None:
         if not output.is_empty:
-            self.departures.step_launched()
+            self.departures.step_launched(output)
         if output.admitted:
             self.fetching.started(output.admitted)
 
     def step_finished(self, output: SchedulerOutput, updated: Iterable[Sequence], times: StepTimes) -> None:
-        self.departures.step_finished()
+        self.departures.step_finished(output)
 
     def request_left(self, group: SequenceGroup, rejection: OverloadedError | None) -> None:
         self.fetching.started([group])

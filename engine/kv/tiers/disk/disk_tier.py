@@ -158,9 +158,17 @@ class DiskTier:
         ]
         for index in self._indices:
             index.touch(chain.digest(block) for block in reversed(range(blocks.stop)))
-        self._reader.submit(self._read, chain, slots, sink, self._epoch)
+        unpin = partial(_unpin, self._indices, slots)  # a reset has other indices
+        self._reader.submit(self._read, chain, slots, sink, self._epoch, unpin)
 
-    def _read(self, chain: TokenChain, slots: list[list[int | None]], sink: ArrivalSink, epoch: int) -> None:
+    def _read(
+        self,
+        chain: TokenChain,
+        slots: list[list[int | None]],
+        sink: ArrivalSink,
+        epoch: int,
+        unpin: Callable[[], None],
+    ) -> None:
         """Read blocks, in the reader's thread."""
         error: str | None = "io"
         try:
@@ -178,7 +186,7 @@ class DiskTier:
         except OSError as problem:
             self._inbox.post(partial(self._turn_off, problem))
         finally:
-            self._inbox.post(partial(self._unpin, slots))
+            self._inbox.post(unpin)
             sink.finished(error)
 
     def _read_block(
@@ -191,12 +199,6 @@ class DiskTier:
             is_right = header is not None and header.digest == digest and header.tokens == tokens
             checksums.append(header.page_checksum if header is not None and is_right else None)
         return checksums
-
-    def _unpin(self, slots: list[list[int | None]]) -> None:
-        for of_block in slots:
-            for index, slot in zip(self._indices, of_block, strict=True):
-                if slot is not None:
-                    index.unpin(slot)
 
     def _drop(self, digest: bytes, epoch: int) -> None:
         """Forget the pages of a block that was damaged."""
@@ -363,6 +365,13 @@ class DiskTier:
     def _report_unsaved(self, kind: int, block_hash: int | None) -> None:
         if not kind and block_hash is not None:
             self._events.record(BlockUnsaved(block_hash))
+
+
+def _unpin(indices: list[SlotIndex], slots: list[list[int | None]]) -> None:
+    for of_block in slots:
+        for index, slot in zip(indices, of_block, strict=True):
+            if slot is not None:
+                index.unpin(slot)
 
 
 def _by_use(found: list[tuple[int, SlotHeader]]) -> list[tuple[int, SlotHeader]]:

@@ -1,0 +1,190 @@
+"""TieredLoad: a random load on an engine with a disk cache, whose reads and writes end when the driver says so.
+
+What threads do at their own time happens here in a random order that a seed repeats: a step at a time, reads before
+writes or after them, long after a request has given up, or never before the engine restarts.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from engine.kv.tiers.disk.slot_file import SlotFile
+from engine.kv.tiers.tiers import Tiers
+from engine.observability.metrics import Metric
+from tests.engine.random_load import RandomLoad, act
+from tests.engine.random_requests import Arrival, random_arrival, random_options
+from tests.engine.shadow import check_integrity
+
+__all__ = ["ManualThread", "TieredLoad", "drive_with_tiers", "tiered_options"]
+
+
+class ManualThread:
+    """Stands for a thread: runs what was submitted, in order, when it is told to."""
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], None]] = []
+
+    def submit(self, call: Callable[..., None], *args: Any) -> None:
+        self.calls.append(lambda: call(*args))
+
+    def shutdown(self) -> None:
+        self.run(len(self.calls))
+
+    def run(self, count: int) -> None:
+        for _ in range(min(count, len(self.calls))):
+            self.calls.pop(0)()
+
+
+class TieredLoad(RandomLoad):
+    """An engine with a disk cache under load.
+
+    Args:
+        directory: of the disk cache.
+        seed: of what happens to the disk.
+        ids: prefixes of an engine that has used this directory before.
+        options: as of RandomLoad.
+    """
+
+    def __init__(self, directory: Path, seed: int, ids: Any = None, **options: Any) -> None:
+        super().__init__(disk_cache_path=str(directory), disk_cache_gib=32 * 2**10 * 16 / 2**30, **options)
+        if ids is not None:
+            self.runner.ids = ids
+        self.disk_rng = random.Random(seed)
+        tiers = self.engine.tiers
+        assert tiers is not None
+        assert tiers.disk is not None
+        self.tiers: Tiers = tiers
+        self.disk = tiers.disk
+        self.reader, self.writer = ManualThread(), ManualThread()
+        self.disk._reader.shutdown()
+        self.disk._writer.shutdown()
+        self.disk._reader, self.disk._writer = self.reader, self.writer  # type: ignore[assignment]
+        for part in (tiers.inbox, tiers.departures, tiers.fetching):
+            part._clock = lambda: 0.0  # type: ignore[attr-defined]  # no deadline passes of its own accord
+        tiers.fetching._prefill_rate = lambda: 0.0
+        tiers.meter._sink = self  # counts
+        self.counts["found on the disk"] += self.disk.num_blocks
+
+    def step(self) -> None:
+        """Let something happen to the disk, then make a step if there is anything to compute."""
+        self.disturb()
+        while not self.engine.can_step and self.tiers.num_waiting:
+            self.counts["steps that wait for the disk"] += 1
+            self.run_threads(1, 1)
+        if self.engine.can_step:
+            super().step()
+        self.check()
+
+    def disturb(self) -> None:
+        """Let reads and writes end, a request lose its patience, or a bit flip."""
+        event = self.disk_rng.random()
+        if event < 0.4:
+            self.run_threads(self.disk_rng.randrange(3), self.disk_rng.randrange(3))
+        elif event < 0.43:
+            for fetch in list(self.tiers.fetching._fetches.values()):
+                self.tiers.fetching._give_up(fetch, "late")
+                self.counts["late"] += 1
+        elif event < 0.45:
+            flip_a_bit(self.disk._file, self.disk_rng)
+            self.counts["bits flipped"] += 1
+        elif event < 0.46 and self.tiers.departures._held:
+            self.tiers.departures._end(next(iter(self.tiers.departures._held)))
+            self.counts["leases expired"] += 1
+
+    def run_threads(self, num_reads: int, num_writes: int) -> None:
+        """Make some of the reads and writes that were submitted, and take in what they post."""
+        self.reader.run(num_reads)
+        self.writer.run(num_writes)
+        self.tiers.inbox.run()
+
+    def check(self) -> None:
+        """Check the invariants of the tiers."""
+        check_integrity(self.engine)
+        self.disk.check_integrity()
+        waiting = set(self.tiers.fetching._fetches) | set(self.tiers.fetching._followed)
+        assert waiting <= self.requests.keys(), "a request that has left waits for pages"
+        assert set(self.tiers.fetching._kept) <= self.requests.keys(), "pages are kept for a request that has left"
+        self.counts["waits"] += len(waiting)
+
+    def finish(self) -> None:
+        super().finish()
+        for _ in range(10_000):
+            if not (self.reader.calls or self.writer.calls or self.engine.can_step):
+                break
+            self.run_threads(1, 1)
+            if self.engine.can_step:
+                self.engine.step()
+        assert not self.tiers.is_saving, "the disk waits for ever"
+        assert not self.tiers.departures._held, "a lease is never released"
+        assert not self.tiers.arrivals._reserved, "reserved pages are never released"
+        assert all(not pool.pinned for pool in self.tiers.pages.pools), "a page stays pinned"
+        self.check()
+        self.counts["saved"] += self.disk.num_blocks
+
+    def close(self) -> None:
+        self.tiers.close()
+
+    # --- a sink of metrics --------------------------------------------------------------------------------------
+
+    def increment(self, metric: Metric, amount: float = 1.0, **labels: str) -> None:
+        self.counts[" ".join((metric.name, *labels.values()))] += int(amount)
+
+    def set(self, metric: Metric, value: float, **labels: str) -> None:
+        """Discard the value."""
+
+    def observe(self, metric: Metric, value: float, count: int = 1, **labels: str) -> None:
+        """Discard the value."""
+
+
+def flip_a_bit(file: SlotFile, rng: random.Random) -> None:
+    """Damage the file of a disk cache."""
+    position = rng.randrange(4096, file._end)
+    data = os.pread(file._descriptor, 1, position)
+    if data:
+        os.pwrite(file._descriptor, bytes([data[0] ^ (1 << rng.randrange(8))]), position)
+
+
+def tiered_options(rng: random.Random) -> dict[str, Any]:
+    """Draw options of an engine whose pools are scarce, on the host and on the disk too."""
+    options: dict[str, Any] = random_options(rng)
+    options |= {"enable_prefix_caching": True, "num_host_blocks": rng.choice([4, 8, 24, 80])}
+    return options | {"async_scheduling": rng.random() < 0.3}
+
+
+def drive_with_tiers(
+    seed: int,
+    directory: Path,
+    num_steps: int = 120,
+    draw: Callable[[random.Random], Arrival] = random_arrival,
+    num_runs: int = 2,
+    **options: Any,
+) -> Counter[str]:
+    """Put a random load on an engine with a disk cache, then on others that find what it has left there."""
+    rng = random.Random(seed)
+    drawn = tiered_options(rng) | options
+    counts: Counter[str] = Counter()
+    ids, texts = None, None
+    for run in range(num_runs):
+        load = TieredLoad(directory, seed + run, ids, **drawn)
+        ids = load.runner.ids
+        if texts is not None:
+            load._texts = texts
+        texts = load._texts
+        for _ in range(num_steps):
+            if len(load.requests) < 10 and rng.random() < 0.4:
+                arrival = draw(rng)
+                for _ in range(rng.choice([1, 1, 1, 2, 3])):
+                    load.add(arrival)
+            if load.requests:
+                act(load, rng)
+            if load.requests:
+                load.step()
+        load.finish()
+        load.close()
+        counts += load.counts
+    return counts
