@@ -119,7 +119,8 @@ class EngineConfig:
             no limit, so that a request may ask for those of the whole vocabulary.
         swap_space_gib: host memory in GiB, for the whole engine, that keeps what preempted requests have in the KV
             cache, and what the prefix cache evicts: blocks, pages of windows, states. What does not fit is computed
-            again.
+            again. None: on a CPU an eighth of the memory available, at most 4 GiB and four times the KV cache, which is
+            taken when it is first used; on a GPU, and for ``LLM``, 0.
         disk_cache_path: directory on a local disk where full blocks of ended requests are kept, which later requests of
             this engine read, also after a restart. It needs a host pool, through which all pages pass. Each engine
             takes a file of its own, whose name begins with a digest of the model. None: there is no disk cache.
@@ -168,7 +169,7 @@ class EngineConfig:
     batch_invariant: Annotated[bool, flag] = False
     tensor_parallel_size: Annotated[int, integer(1)] = 1
     max_logprobs: Annotated[int, integer(-1)] = DEFAULT_MAX_LOGPROBS
-    swap_space_gib: Annotated[float, number(0.0, MAX_FLOAT, "of at least 0")] = 0.0
+    swap_space_gib: Annotated[float | None, optional(number(0.0, MAX_FLOAT, "of at least 0"))] = None
     disk_cache_path: Annotated[str | None, name_or_null] = None
     disk_cache_gib: Annotated[float, number(LEAST_FLOAT, MAX_FLOAT, "above 0")] = 16.0
     served_model_name: Annotated[str | None, name_or_null] = None

@@ -74,7 +74,7 @@ class LLM:
     Args:
         model: directory of a Hugging Face checkpoint, or a GGUF file.
         options: see EngineConfig. ``max_decode_slowdown`` is None unless it is given, because no reader waits for the
-            tokens of running answers.
+            tokens of running answers; ``swap_space_gib`` is 0 unless it is given.
 
     Raises:
         ConfigError: for an unknown option or a value out of range.
@@ -82,7 +82,7 @@ class LLM:
     """
 
     def __init__(self, model: str, **options: Any) -> None:
-        self.config = EngineConfig.from_options(model, {"max_decode_slowdown": None} | options)
+        self.config = EngineConfig.from_options(model, {"max_decode_slowdown": None, "swap_space_gib": 0.0} | options)
         show_logs()
         self.tokenizer = None if self.config.skip_tokenizer_init else Tokenizer(model)
         self.engine = Engine.from_config(self.config)

@@ -29,6 +29,8 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _HOST_DEFAULT = 4 * 2**30
+_HOST_SHARE = 1 / 8  # of available memory, and
+_HOST_RATIO = 4  # times the KV cache, at most, for the host pools if their size is not configured
 _TYPICAL_TOKENS = 4096  # of a sequence, for which memory is divided between the kinds of pages
 _FEWEST_SEQUENCES = 8  # that have pages and states, where num_blocks is set and short
 
@@ -43,7 +45,9 @@ def host_memory_for_cache(config: EngineConfig) -> int:
     return min(_HOST_DEFAULT, available_host_memory() // 4) // config.tensor_parallel_size
 
 
-def host_pools_for(config: EngineConfig, pools: PoolSizes, sizes: PageSizes, max_model_len: int) -> PoolSizes:
+def host_pools_for(
+    config: EngineConfig, pools: PoolSizes, sizes: PageSizes, max_model_len: int, *, is_on_gpu: bool = False
+) -> PoolSizes:
     """Return ``pools`` with those on the host, which take ``swap_space_gib``, divided as the memory of the device.
 
     Args:
@@ -51,11 +55,14 @@ def host_pools_for(config: EngineConfig, pools: PoolSizes, sizes: PageSizes, max
         pools: of the device.
         sizes: of the pages of one rank.
         max_model_len: tokens of the longest sequence.
+        is_on_gpu: whether the host pools are pinned memory, which is taken at once.
 
     Raises:
         ConfigError: if the machine has less memory available, or if not even one block fits.
     """
     swap_space_gib = config.swap_space_gib
+    if swap_space_gib is None:
+        return _default_host_pools(config, pools, sizes, num_tokens=max_model_len, is_on_gpu=is_on_gpu)
     if swap_space_gib == 0:
         return pools
     available = available_host_memory()
@@ -64,9 +71,8 @@ def host_pools_for(config: EngineConfig, pools: PoolSizes, sizes: PageSizes, max
             f"swap_space_gib={swap_space_gib} exceeds the {available / 2**30:.2f} GiB of memory that this machine has "
             "available; lower it, or set it 0 to recompute preempted sequences"
         )
-    memory, num_snapshots = int(swap_space_gib * 2**30) // config.tensor_parallel_size, _num_snapshots(config)
-    num_tokens = min(max_model_len, config.typical_seq_len or _TYPICAL_TOKENS)
-    pools = sizes.with_host(pools, memory, num_tokens=num_tokens, num_snapshots=num_snapshots)
+    num_snapshots = _num_snapshots(config)
+    pools = _with_host(config, pools, sizes, int(swap_space_gib * 2**30), max_model_len)
     if pools.num_host_blocks < 1:
         num_bytes = sizes.bytes_of_sequence(1, num_snapshots) * config.tensor_parallel_size
         raise ConfigError(
@@ -74,6 +80,40 @@ def host_pools_for(config: EngineConfig, pools: PoolSizes, sizes: PageSizes, max
             "or set it 0 to recompute preempted sequences"
         )
     return pools
+
+
+def _with_host(config: EngineConfig, pools: PoolSizes, sizes: PageSizes, memory: int, max_model_len: int) -> PoolSizes:
+    """Return ``pools`` with those on the host, which take ``memory`` bytes on all ranks."""
+    return sizes.with_host(
+        pools,
+        memory // config.tensor_parallel_size,
+        num_tokens=min(max_model_len, config.typical_seq_len or _TYPICAL_TOKENS),
+        num_snapshots=_num_snapshots(config),
+    )
+
+
+def _default_host_pools(
+    config: EngineConfig, pools: PoolSizes, sizes: PageSizes, *, num_tokens: int, is_on_gpu: bool
+) -> PoolSizes:
+    """Return ``pools`` with those on the host if no size is configured: none on a GPU, whose host memory is pinned.
+
+    On a CPU they take a share of what is available, so that it does not matter much where nothing is ever evicted:
+    their memory is taken page by page, when it is first used.
+    """
+    if is_on_gpu:
+        return pools
+    on_device = sizes.num_bytes(pools) * config.tensor_parallel_size
+    memory = min(_HOST_DEFAULT, int(available_host_memory() * _HOST_SHARE), _HOST_RATIO * on_device)
+    with_host = _with_host(config, pools, sizes, memory, num_tokens)
+    if with_host.num_host_blocks < 1:
+        return pools
+    logger.info(
+        "swap_space_gib is not set: %.2f GiB of host memory, which is taken when it is first used (an eighth of what "
+        "is available, at most 4 GiB and %d times the KV cache)",
+        memory / 2**30,
+        _HOST_RATIO,
+    )
+    return with_host
 
 
 def available_host_memory() -> int:

@@ -194,7 +194,8 @@ class ModelRunner:
             raise ConfigError("num_blocks=1 of block_size=1 holds no prompt with an answer; raise one of them")
         most_running = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
         pools = replace(pools, num_snapshots=max(pools.num_snapshots, pools.num_slots - most_running))
-        pools = host_pools_for(self.config, pools, page_sizes, self.max_model_len)
+        on_gpu = self.device.type != "cpu"
+        pools = host_pools_for(self.config, pools, page_sizes, self.max_model_len, is_on_gpu=on_gpu)
         self.workers.call("allocate", pools)
         self.workers.call("capture_graphs")
         return pools

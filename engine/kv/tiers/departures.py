@@ -104,7 +104,7 @@ class Departures:
         pages: the host pools.
         memory: their bytes.
         inbox: of the engine's thread.
-        max_share: pinned pages of each host pool, at most, as a share of the pool.
+        max_share: blocks in leases, at most, as a share of the host pool.
         clock: monotonic seconds.
     """
 
@@ -121,8 +121,8 @@ class Departures:
         self._memory = memory
         self._inbox = inbox
         self._clock = clock
-        self._max_pages = [max(1, int(pool.num_pages * max_share)) for pool in pages.pools]
-        self._num_pages = [0] * len(pages.pools)
+        self._max_blocks = max(1, int(pages.pools[0].num_pages * max_share))
+        self._num_blocks = 0  # in leases
         self._num_launched = self._num_finished = 0  # steps
         self._in_flight: deque[tuple[int, object]] = deque()  # steps that are launched, and their numbers
         self._waiting: list[_Waiting] = []
@@ -157,11 +157,12 @@ class Departures:
             ``on_ready`` is not called.
         """
         match = self._pages.match(chain)
-        room = min(num_blocks, *(most - held for most, held in zip(self._max_pages, self._num_pages, strict=True)))
+        room = min(num_blocks, self._max_blocks - self._num_blocks)
         held = self._pages.pin(match, range(first_block, min(first_block + room, match.num_blocks)))
         if not held:
             return None
         lease = Lease(chain, first_block, [self._views(of_block) for of_block in held], self._release)
+        self._num_blocks += len(held)
         self._held[lease] = [pair for of_block in held for pair in of_block]
         step = self._num_launched + self._pages.has_copies  # the next one makes the copies
         self._waiting.append(_Waiting(step, lease, on_ready))
@@ -178,10 +179,9 @@ class Departures:
             self._end(lease)
 
     def _views(self, of_block: list[tuple[int, Block]]) -> list[memoryview | None]:
-        views: list[memoryview | None] = [None] * len(self._num_pages)
+        views: list[memoryview | None] = [None] * len(self._pages.pools)
         for kind, page in of_block:
             views[kind] = self._memory.page(kind, page.block_id)
-            self._num_pages[kind] += 1
         return views
 
     def step_launched(self, step: object) -> None:
@@ -215,6 +215,7 @@ class Departures:
     def _end(self, lease: Lease) -> None:
         """Unpin the pages of a lease, once."""
         lease.is_valid = False
+        if lease in self._held:
+            self._num_blocks -= lease.num_blocks
         for kind, page in self._held.pop(lease, ()):
-            self._num_pages[kind] -= 1
             self._pages.unpin(kind, page)

@@ -110,7 +110,8 @@ def test_the_log_says_blocks_tokens_gib_and_full_length_requests(
     qwen3: SavedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="engine.worker.model_runner")
-    config = EngineConfig(model=qwen3.path, device="cpu", block_size=16, num_blocks=24, max_model_len=128)
+    options: dict[str, Any] = {"block_size": 16, "num_blocks": 24, "max_model_len": 128, "swap_space_gib": 0.0}
+    config = EngineConfig(model=qwen3.path, device="cpu", **options)
     runner = ModelRunner(config)
     lines = [record.getMessage() for record in caplog.records]
     size = runner.workers.local.kv_cache.num_bytes / 2**30
@@ -131,6 +132,23 @@ def test_the_log_says_what_the_host_keeps(qwen3: SavedModel, caplog: pytest.LogC
         "windows and 0 states in 0.01 GiB"
     )
     assert message in caplog.messages
+
+
+def test_without_a_size_the_host_pool_of_a_cpu_is_a_stated_share(
+    qwen3: SavedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes = PageSizes(block=2**20, windows=(), slot=0, block_size=16)
+    config = EngineConfig(model=qwen3.path)
+    for available, num_blocks, expected in ((2**33, 100, 400), (2**30, 100, 128), (2**40, 10**6, 4096), (2**20, 9, 0)):
+        monkeypatch.setattr(memory, "available_host_memory", lambda available=available: available)
+        pools = memory.host_pools_for(config, PoolSizes(num_blocks), sizes, 4096)
+        assert pools.num_host_blocks == expected
+        assert memory.host_pools_for(config, PoolSizes(num_blocks), sizes, 4096, is_on_gpu=True).num_host_blocks == 0
+    with caplog.at_level(logging.INFO):
+        memory.host_pools_for(config, PoolSizes(10**6), sizes, 4096)
+        monkeypatch.setattr(memory, "available_host_memory", lambda: 2**33)
+        memory.host_pools_for(config, PoolSizes(10**6), sizes, 4096)
+    assert "swap_space_gib is not set: 1.00 GiB of host memory, which is taken when it is first used" in caplog.text
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux says what a process holds")

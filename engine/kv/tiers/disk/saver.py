@@ -51,7 +51,7 @@ class Saver:
         """Save the blocks of a text, as far as memory holds them."""
         if self._disk.is_on and chain.num_blocks:
             if len(self._texts) == _MAX_TEXTS:
-                self._next_text()
+                del self._texts[1]  # the first one is being saved
             self._texts.append(chain)
             self._go_on()
 
@@ -68,7 +68,6 @@ class Saver:
                 self._generation = self._disk.next_generation()
             first = self._first_lacking(chain) if self._disk.is_on else None
             if first is not None:
-                self._position = first + self._blocks_together  # never back: a small disk may have dropped blocks again
                 self._is_waiting = True
                 if self._departures.lease(chain, first, self._blocks_together, self._ready, timeout_s=_LEASE_S):
                     return
@@ -93,6 +92,7 @@ class Saver:
         return None
 
     def _ready(self, lease: Lease) -> None:
+        self._position = lease.first_block + lease.num_blocks  # never back: a small disk may have dropped blocks again
         if lease.is_valid and self._disk.is_on:
             self._disk.save(lease, self._generation, self._done)
         else:

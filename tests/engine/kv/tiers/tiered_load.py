@@ -10,10 +10,11 @@ import os
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from engine.kv.tiers.disk.slot_file import SlotFile
+from engine.kv.tiers.source import ArrivalSink
 from engine.kv.tiers.tiers import Tiers
 from engine.observability.metrics import Metric
 from tests.engine.random_load import RandomLoad, act
@@ -38,6 +39,21 @@ class ManualThread:
     def run(self, count: int) -> None:
         for _ in range(min(count, len(self.calls))):
             self.calls.pop(0)()
+
+
+class LaggingSink:
+    """What a source sees that is in the middle of a read when a request gives up: it goes on to write."""
+
+    def __init__(self, sink: ArrivalSink, rng: random.Random) -> None:
+        self._sink = sink
+        self._rng = rng
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sink, name)
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self._sink.is_cancelled and self._rng.random() < 0.5
 
 
 class TieredLoad(RandomLoad):
@@ -68,6 +84,8 @@ class TieredLoad(RandomLoad):
             part._clock = lambda: 0.0  # type: ignore[attr-defined]  # no deadline passes of its own accord
         tiers.fetching._prefill_rate = lambda: 0.0
         tiers.meter._sink = self  # counts
+        fetch = self.disk.fetch
+        self.disk.fetch = lambda wanted, sink: fetch(wanted, LaggingSink(sink, self.disk_rng))  # type: ignore[method-assign]
         self.counts["found on the disk"] += self.disk.num_blocks
 
     def step(self) -> None:
@@ -90,11 +108,23 @@ class TieredLoad(RandomLoad):
                 self.tiers.fetching._give_up(fetch, "late")
                 self.counts["late"] += 1
         elif event < 0.45:
-            flip_a_bit(self.disk._file, self.disk_rng)
-            self.counts["bits flipped"] += 1
+            self.flip_a_bit()
         elif event < 0.46 and self.tiers.departures._held:
             self.tiers.departures._end(next(iter(self.tiers.departures._held)))
             self.counts["leases expired"] += 1
+
+    def flip_a_bit(self) -> None:
+        """Damage the page or the header of a slot that is used and not being written."""
+        file, index = self.disk._file, self.disk._indices[0]
+        if not len(index):
+            return
+        slot = self.disk_rng.choice(list(index._slots.values()))
+        size = file._header_bytes if self.disk_rng.random() < 0.3 else file.regions[0].page_bytes
+        start = file._offset(0, slot) + (0 if size == file._header_bytes else file._header_bytes)
+        position = start + self.disk_rng.randrange(size)
+        data = os.pread(file._descriptor, 1, position)
+        os.pwrite(file._descriptor, bytes([data[0] ^ (1 << self.disk_rng.randrange(8))]), position)
+        self.counts["bits flipped"] += 1
 
     def run_threads(self, num_reads: int, num_writes: int) -> None:
         """Make some of the reads and writes that were submitted, and take in what they post."""
@@ -112,13 +142,16 @@ class TieredLoad(RandomLoad):
         self.counts["waits"] += len(waiting)
 
     def finish(self) -> None:
-        super().finish()
-        for _ in range(10_000):
-            if not (self.reader.calls or self.writer.calls or self.engine.can_step):
+        for _ in range(20_000):  # steps that only copy pages count too
+            if self.requests:
+                self.step()
+            elif self.reader.calls or self.writer.calls or self.engine.can_step:
+                self.run_threads(1, 1)
+                if self.engine.can_step:
+                    super().step()
+            else:
                 break
-            self.run_threads(1, 1)
-            if self.engine.can_step:
-                self.engine.step()
+        super().finish()
         assert not self.tiers.is_saving, "the disk waits for ever"
         assert not self.tiers.departures._held, "a lease is never released"
         assert not self.tiers.arrivals._reserved, "reserved pages are never released"
@@ -141,32 +174,30 @@ class TieredLoad(RandomLoad):
         """Discard the value."""
 
 
-def flip_a_bit(file: SlotFile, rng: random.Random) -> None:
-    """Damage the file of a disk cache."""
-    position = rng.randrange(4096, file._end)
-    data = os.pread(file._descriptor, 1, position)
-    if data:
-        os.pwrite(file._descriptor, bytes([data[0] ^ (1 << rng.randrange(8))]), position)
-
-
 def tiered_options(rng: random.Random) -> dict[str, Any]:
     """Draw options of an engine whose pools are scarce, on the host and on the disk too."""
     options: dict[str, Any] = random_options(rng)
     options |= {"enable_prefix_caching": True, "num_host_blocks": rng.choice([4, 8, 24, 80])}
-    return options | {"async_scheduling": rng.random() < 0.3}
+    return options
+
+
+def returning_arrival(rng: random.Random) -> Arrival:
+    """Draw a request whose prompt mostly begins with an earlier text."""
+    arrival = random_arrival(rng)
+    return replace(arrival, extends=rng.randrange(30)) if rng.random() < 0.6 else arrival
 
 
 def drive_with_tiers(
     seed: int,
     directory: Path,
     num_steps: int = 120,
-    draw: Callable[[random.Random], Arrival] = random_arrival,
+    draw: Callable[[random.Random], Arrival] = returning_arrival,
     num_runs: int = 2,
     **options: Any,
 ) -> Counter[str]:
     """Put a random load on an engine with a disk cache, then on others that find what it has left there."""
     rng = random.Random(seed)
-    drawn = tiered_options(rng) | options
+    drawn = tiered_options(rng) | {"async_scheduling": seed % 3 == 2} | options
     counts: Counter[str] = Counter()
     ids, texts = None, None
     for run in range(num_runs):
