@@ -49,6 +49,33 @@ def cached_bits(llm: LLM, prompt: list[int], num_blocks: int) -> list[torch.Tens
     return parts
 
 
+def check_two_models(tmp_path: Path) -> None:
+    """Assert that a model whose files have the names, sizes and headers of another one's gets none of its KV."""
+    prompt, model = random_tokens(random.Random(7), 90), build_model("qwen3")
+    path = save_checkpoint(model, tmp_path / "model")
+    llm = make(path, tmp_path / "disk")
+    before = answers(run(llm, [prompt], GREEDY))
+    llm.engine.close()
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.neg_()
+    save_checkpoint(model, tmp_path / "model")
+    llm, alone = make(path, tmp_path / "disk"), make(path, None)
+    expected = answers(run(alone, [prompt], GREEDY))
+    assert expected != before
+    assert answers(run(llm, [prompt], GREEDY)) == expected
+    llm.engine.close()
+
+
+def test_a_model_with_other_weights_of_the_same_sizes_finds_nothing(tmp_path: Path) -> None:
+    check_two_models(tmp_path)
+
+
+def test_names_without_the_models_digest_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.kv.tiers.tiers.model_digest", lambda config, info: b"any model")
+    with pytest.raises(AssertionError):
+        check_two_models(tmp_path)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "qwen3.5"])
 def test_a_restarted_engine_serves_a_prompt_from_its_disk(family: str, dtype: str, tmp_path: Path) -> None:
