@@ -296,7 +296,7 @@ class Engine:
         try:
             return self._step()
         except BaseException:  # an interrupted offline engine may continue
-            self._reset_prefix_cache(weights_changed=False)  # blocks are published before they are computed
+            self._reset_prefix_cache(step_failed=True)  # blocks are published before they are computed
             raise
 
     def _step(self) -> StepOutputs:
@@ -349,13 +349,13 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         """Drop every cached prefix, after the weights have changed for example. Running requests continue."""
-        self._reset_prefix_cache(weights_changed=True)
+        self._reset_prefix_cache(step_failed=False)
         self.observers.state_changed()
 
-    def _reset_prefix_cache(self, *, weights_changed: bool) -> None:
+    def _reset_prefix_cache(self, *, step_failed: bool) -> None:
         self.block_manager.prefix_cache.reset()
         if self.tiers is not None:
-            self.tiers.reset(keeps_disk=not weights_changed)
+            self.tiers.reset(step_failed=step_failed)
 
     def close(self) -> None:
         """End the processes of the runner and of the grammar compiler. The engine cannot be used afterwards."""

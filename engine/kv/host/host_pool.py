@@ -143,6 +143,7 @@ class HostPool(BlockStore):
         if not self.pages.num_uncached:
             self._evict()
         page = self.pages.take()
+        self._copies_out.pop(page.block_id, None)  # of what it held before, for the next step
         self.pinned[page.block_id] += 1
         return page
 

@@ -16,9 +16,7 @@ the receiver compares them with the bytes that it got.
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 
@@ -28,6 +26,7 @@ from engine.kv.tiers.host_memory import HostMemory
 from engine.kv.tiers.host_pages import HostPages
 from engine.kv.tiers.inbox import StepInbox
 from engine.kv.tiers.page_format import checksum
+from engine.kv.tiers.step_clock import StepClock
 
 __all__ = ["Departures", "Lease", "LeaseExpiredError"]
 
@@ -88,15 +87,6 @@ class Lease:
         self._release(self)
 
 
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    """A lease whose copies are not made yet."""
-
-    step: int  # when this step is finished, they are
-    lease: Lease
-    on_ready: Callable[[Lease], None]
-
-
 class Departures:
     """The leases of one engine. The engine's thread calls all methods.
 
@@ -104,6 +94,7 @@ class Departures:
         pages: the host pools.
         memory: their bytes.
         inbox: of the engine's thread.
+        steps: of the engine.
         max_share: blocks in leases, at most, as a share of the host pool.
         clock: monotonic seconds.
     """
@@ -113,6 +104,7 @@ class Departures:
         pages: HostPages,
         memory: HostMemory,
         inbox: StepInbox,
+        steps: StepClock,
         *,
         max_share: float = 0.25,
         clock: Callable[[], float] = monotonic,
@@ -120,12 +112,10 @@ class Departures:
         self._pages = pages
         self._memory = memory
         self._inbox = inbox
+        self._steps = steps
         self._clock = clock
         self._max_blocks = max(1, int(pages.pools[0].num_pages * max_share))
         self._num_blocks = 0  # in leases
-        self._num_launched = self._num_finished = 0  # steps
-        self._in_flight: deque[tuple[int, object]] = deque()  # steps that are launched, and their numbers
-        self._waiting: list[_Waiting] = []
         self._held: dict[Lease, list[tuple[int, Block]]] = {}  # kinds and pages
 
     @property
@@ -164,10 +154,8 @@ class Departures:
         lease = Lease(chain, first_block, [self._views(of_block) for of_block in held], self._release)
         self._num_blocks += len(held)
         self._held[lease] = [pair for of_block in held for pair in of_block]
-        step = self._num_launched + self._pages.has_copies  # the next one makes the copies
-        self._waiting.append(_Waiting(step, lease, on_ready))
         self._inbox.post_at(self._clock() + timeout_s, partial(self._expire, weakref.ref(lease)))
-        self._report_ready()
+        self._steps.call_after(lambda: on_ready(lease), next_step=self._pages.has_copies)
         return lease
 
     def _release(self, lease: Lease) -> None:
@@ -184,33 +172,10 @@ class Departures:
             views[kind] = self._memory.page(kind, page.block_id)
         return views
 
-    def step_launched(self, step: object) -> None:
-        """Count a step, which makes the copies of all leases so far."""
-        self._num_launched += 1
-        self._in_flight.append((self._num_launched, step))
-
-    def step_finished(self, step: object) -> None:
-        """Take notice that the copies of a step are made."""
-        launched: object = None
-        while launched is not step:  # steps before it have failed
-            self._num_finished, launched = self._in_flight.popleft()
-        if self._waiting:
-            self._report_ready()
-
     def reset(self) -> None:
         """End every lease: the prefix cache was reset, and copies may have been dropped."""
         for lease in list(self._held):
             self._end(lease)
-        waiting, self._waiting = self._waiting, []
-        for item in waiting:
-            item.on_ready(item.lease)
-
-    def _report_ready(self) -> None:
-        """Call ``on_ready`` of the leases whose copies are made."""
-        ready = [item for item in self._waiting if item.step <= self._num_finished]
-        self._waiting = [item for item in self._waiting if item.step > self._num_finished]
-        for item in ready:
-            item.on_ready(item.lease)
 
     def _end(self, lease: Lease) -> None:
         """Unpin the pages of a lease, once."""

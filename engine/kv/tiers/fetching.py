@@ -21,6 +21,7 @@ from engine.kv.tiers.fetch_plan import FetchPlan
 from engine.kv.tiers.host_pages import HostPages
 from engine.kv.tiers.inbox import StepInbox
 from engine.kv.tiers.source import PrefixSource, WantedPrefix
+from engine.kv.tiers.step_clock import StepClock
 from engine.kv.tiers.tier_meter import TierMeter
 from engine.sequence import SequenceGroup
 
@@ -52,6 +53,7 @@ class Fetching:
         pages: the host pools.
         arrivals: reserves and publishes pages.
         inbox: of the engine's thread.
+        steps: of the engine.
         new_chain: returns the chain of a request's tokens.
         start: queues a request.
         prefill_rate: returns the tokens a second that the engine computes; 0: not measured yet.
@@ -67,6 +69,7 @@ class Fetching:
         pages: HostPages,
         arrivals: Arrivals,
         inbox: StepInbox,
+        steps: StepClock,
         new_chain: Callable[[SequenceGroup], TokenChain],
         start: Callable[[SequenceGroup], None],
         prefill_rate: Callable[[], float],
@@ -77,6 +80,7 @@ class Fetching:
         self._pages = pages
         self._arrivals = arrivals
         self._inbox = inbox
+        self._steps = steps
         self._new_chain = new_chain
         self._start = start
         self._prefill_rate = prefill_rate
@@ -120,7 +124,8 @@ class Fetching:
         fetch = _Fetch(group, source, arrival, digest, self._clock())
         self._fetches[group.request_id] = self._by_digest[digest] = fetch
         self._inbox.post_at(fetch.started + self._wait_s(num_tokens), lambda: self._give_up(fetch, "late"))
-        source.fetch(wanted, arrival)
+        # Copies of launched steps may still read from these pages, or write to them.
+        self._steps.call_after(lambda: _begin(source, wanted, arrival))
         return True
 
     def cancel(self, group: SequenceGroup) -> bool:
@@ -183,3 +188,11 @@ class Fetching:
         for group in fetch.followers:
             if self._followed.pop(group.request_id, None) is not None and not self.hold_back(group):
                 self._start(group)
+
+
+def _begin(source: PrefixSource, wanted: WantedPrefix, arrival: Arrival) -> None:
+    """Let a source fill an arrival, unless no one waits for it any longer."""
+    if arrival.is_cancelled:
+        arrival.finished("cancelled")
+    else:
+        source.fetch(wanted, arrival)

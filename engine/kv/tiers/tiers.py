@@ -24,6 +24,7 @@ from engine.kv.tiers.host_pages import HostPages
 from engine.kv.tiers.inbox import StepInbox
 from engine.kv.tiers.model_digest import model_digest
 from engine.kv.tiers.page_format import PageFormat
+from engine.kv.tiers.step_clock import StepClock
 from engine.kv.tiers.tier_meter import TierMeter
 from engine.observability.metrics import MetricSink
 from engine.observability.observer import EngineObserver
@@ -51,6 +52,7 @@ class Tiers(EngineObserver):
 
     Attributes:
         inbox: of the engine's thread, for background threads.
+        steps: of the engine.
         arrivals, departures: pages that come and go.
         fetching: requests that wait for pages; its ``sources`` can be extended.
         meter: what has moved, and how fast.
@@ -72,14 +74,16 @@ class Tiers(EngineObserver):
         self._memory = memory
         self._blocks = blocks
         self.inbox = StepInbox()
+        self.steps = StepClock()
         self.pages = HostPages(blocks, memory.kinds)
         self.meter = TierMeter(sink)
         self.arrivals = Arrivals(self.pages, memory, self.inbox)
-        self.departures = Departures(self.pages, memory, self.inbox)
+        self.departures = Departures(self.pages, memory, self.inbox, self.steps)
         self.fetching = Fetching(
             self.pages,
             self.arrivals,
             self.inbox,
+            self.steps,
             lambda group: self.chain(group.sequences[0].token_ids, group.request.cache_key),
             scheduler.add,
             prefill_rate,
@@ -140,17 +144,20 @@ class Tiers(EngineObserver):
         """Let a request wait for pages; False: it is to be queued now. See ``Fetching.hold_back``."""
         return self.fetching.hold_back(group)
 
-    def reset(self, *, keeps_disk: bool) -> None:
+    def reset(self, *, step_failed: bool) -> None:
         """Take notice that the prefix cache was reset.
 
         Args:
-            keeps_disk: what the disk holds stays valid: a step has failed, but the weights are the same.
+            step_failed: what the disk holds stays valid; otherwise the weights have changed.
         """
+        if step_failed:
+            self.steps.failed()
         self.departures.reset()
+        self.steps.reset()
         if self._saver is not None:
             self._saver.reset()
         if self.disk is not None:
-            self.disk.reset(keeps_content=keeps_disk)
+            self.disk.reset(keeps_content=step_failed)
 
     def close(self) -> None:
         """End the threads; what is not written yet is lost."""
@@ -162,12 +169,12 @@ class Tiers(EngineObserver):
 
     def step_scheduled(self, output: SchedulerOutput) -> None:
         if not output.is_empty:
-            self.departures.step_launched(output)
+            self.steps.launched(output)
         if output.admitted:
             self.fetching.started(output.admitted)
 
     def step_finished(self, output: SchedulerOutput, updated: Iterable[Sequence], times: StepTimes) -> None:
-        self.departures.step_finished(output)
+        self.steps.finished(output)
 
     def request_left(self, group: SequenceGroup, rejection: OverloadedError | None) -> None:
         self.fetching.started([group])

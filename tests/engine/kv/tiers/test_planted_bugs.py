@@ -14,6 +14,7 @@ from engine.kv.host.host_pool import HostPool
 from engine.kv.tiers.arrivals import Arrival, Arrivals
 from engine.kv.tiers.departures import Departures, Lease
 from engine.kv.tiers.host_memory import HostMemory
+from engine.kv.tiers.step_clock import StepClock
 from tests.engine.kv.tiers.tiered_load import drive_with_tiers
 
 NUM_SEEDS = 10
@@ -37,12 +38,10 @@ def assert_found(plant: Callable[[pytest.MonkeyPatch], None], symptom: str, dire
 
 
 def test_pages_that_are_read_before_the_copy_is_made_are_detected(tmp_path: Path) -> None:
-    def all_are_ready(departures: Departures) -> None:
-        waiting, departures._waiting = departures._waiting, []
-        for item in waiting:
-            item.on_ready(item.lease)
+    def at_once(steps: StepClock, call: Callable[[], None], *, next_step: bool = False) -> None:
+        call()
 
-    assert_found(lambda patch: patch.setattr(Departures, "_report_ready", all_are_ready), FOREIGN, tmp_path)
+    assert_found(lambda patch: patch.setattr(StepClock, "call_after", at_once), FOREIGN, tmp_path)
 
 
 def test_pages_that_are_published_before_they_have_come_are_detected(tmp_path: Path) -> None:
