@@ -11,8 +11,10 @@ Requests with the same prefix, which arrive together, wait for one fetch.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from time import monotonic
 
 from engine.kv.tiers.arrivals import Arrival, Arrivals
@@ -32,7 +34,7 @@ LEAST_WAIT_S = 0.25  # in which a short prefix comes from a disk that sleeps
 _SLACK = 1.25  # of the time that computing takes
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class _Fetch:
     """A request that waits for pages."""
 
@@ -123,7 +125,7 @@ class Fetching:
             return False
         fetch = _Fetch(group, source, arrival, digest, self._clock())
         self._fetches[group.request_id] = self._by_digest[digest] = fetch
-        self._inbox.post_at(fetch.started + self._wait_s(num_tokens), lambda: self._give_up(fetch, "late"))
+        self._inbox.post_at(fetch.started + self._wait_s(num_tokens), partial(self._deadline, weakref.ref(fetch)))
         # Copies of launched steps may still read from these pages, or write to them.
         self._steps.call_after(lambda: _begin(source, wanted, arrival))
         return True
@@ -160,6 +162,10 @@ class Fetching:
         fetch = next((fetch for fetch in self._fetches.values() if fetch.arrival is arrival), None)
         if fetch is not None:
             self._give_up(fetch, error)
+
+    def _deadline(self, reference: weakref.ref[_Fetch]) -> None:
+        if (fetch := reference()) is not None:  # else it has ended long ago
+            self._give_up(fetch, "late")
 
     def _give_up(self, fetch: _Fetch, error: str | None) -> None:
         """Publish what has arrived, and queue the request and those that wait with it; once.

@@ -206,16 +206,22 @@ def drive_with_tiers(
         if texts is not None:
             load._texts = texts
         texts = load._texts
-        for _ in range(num_steps):
-            if len(load.requests) < 10 and rng.random() < 0.4:
-                arrival = draw(rng)
-                for _ in range(rng.choice([1, 1, 1, 2, 3])):
-                    load.add(arrival)
-            if load.requests:
-                act(load, rng)
-            if load.requests:
-                load.step()
-        load.finish()
-        load.close()
+        try:
+            _drive(load, rng, num_steps, draw)
+        finally:
+            load.close()
         counts += load.counts
     return counts
+
+
+def _drive(load: TieredLoad, rng: random.Random, num_steps: int, draw: Callable[[random.Random], Arrival]) -> None:
+    for _ in range(num_steps):
+        if len(load.requests) < 10 and rng.random() < 0.4:
+            arrival = draw(rng)
+            for _ in range(rng.choice([1, 1, 1, 2, 3])):
+                load.add(arrival)
+        if load.requests:
+            act(load, rng)
+        if load.requests:
+            load.step()
+    load.finish()
