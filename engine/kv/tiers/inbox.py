@@ -50,7 +50,7 @@ class StepInbox:
     def post_at(self, deadline: float, call: Call) -> None:
         """Post a call when the clock has reached ``deadline``. It cannot be taken back: the call must ask if it counts.
 
-        The thread that waits for deadlines starts with the first one.
+        A thread waits for deadlines while there are any.
         """
         with self._changed:
             heapq.heappush(self._deadlines, (deadline, next(self._order), call))
@@ -79,15 +79,17 @@ class StepInbox:
             self._is_closed = True
             self._deadlines.clear()
             self._changed.notify()
-        if self._timer is not None:
-            self._timer.join()
+            timer = self._timer
+        if timer is not None:
+            timer.join()
 
     def _wait_for_deadlines(self) -> None:
         with self._changed:
             while not self._is_closed:
-                if not self._deadlines:
-                    self._changed.wait()
-                elif (left := self._deadlines[0][0] - self._clock()) > 0:
+                if not self._deadlines:  # the thread would keep an engine alive that is no longer used
+                    self._timer = None
+                    return
+                if (left := self._deadlines[0][0] - self._clock()) > 0:
                     self._changed.wait(left)
                 else:
                     self.post(heapq.heappop(self._deadlines)[2])

@@ -62,8 +62,10 @@ def check_two_models(tmp_path: Path) -> None:
     llm, alone = make(path, tmp_path / "disk"), make(path, None)
     expected = answers(run(alone, [prompt], GREEDY))
     assert expected != before
-    assert answers(run(llm, [prompt], GREEDY)) == expected
-    llm.engine.close()
+    try:
+        assert answers(run(llm, [prompt], GREEDY)) == expected
+    finally:
+        llm.engine.close()
 
 
 def test_a_model_with_other_weights_of_the_same_sizes_finds_nothing(tmp_path: Path) -> None:
