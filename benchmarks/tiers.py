@@ -70,7 +70,7 @@ def first_tokens(new_engine: Callable[[], Engine], prompts: list[Prompt], direct
     The KV cache holds one prompt, and host memory all of them.
     """
     engine = new_engine()
-    first_token(engine, prompts[0][:64])  # warm
+    first_token(engine, prompts[0][:64][::-1])  # warm
     results: dict[str, list[float]] = {"computed": [], "host": [], "disk": [], "disk, not in the page cache": []}
     written: list[float] = []
     cached: dict[str, list[int]] = {name: [] for name in results}
