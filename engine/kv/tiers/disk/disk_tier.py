@@ -21,9 +21,11 @@ from engine.errors import ConfigError
 from engine.kv.events import BlockSaved, BlockUnsaved, EventLog
 from engine.kv.tiers.departures import Lease, LeaseExpiredError
 from engine.kv.tiers.digests import TokenChain
-from engine.kv.tiers.disk.slot_file import Region, SlotFile
+from engine.kv.tiers.disk.reading import read_blocks, unpin_slots
+from engine.kv.tiers.disk.slot_file import SlotFile
 from engine.kv.tiers.disk.slot_header import SlotHeader
 from engine.kv.tiers.disk.slot_index import SlotIndex
+from engine.kv.tiers.disk.slot_plan import by_use, plan_regions
 from engine.kv.tiers.inbox import StepInbox
 from engine.kv.tiers.page_format import PageFormat
 from engine.kv.tiers.source import ArrivalSink, WantedPrefix
@@ -83,7 +85,7 @@ class DiskTier:
         self._generation = 0
         for kind, index in enumerate(self._indices):
             found = list(file.scan(kind))
-            index.restore((slot, header.digest, header.block_hash) for slot, header in _by_use(found))
+            index.restore((slot, header.digest, header.block_hash) for slot, header in by_use(found))
             self._generation = max([self._generation, *(header.generation for _, header in found)])
         self._report_all()
 
@@ -104,7 +106,7 @@ class DiskTier:
             ConfigError: if the directory cannot be used, or ``disk_cache_gib`` holds no block.
         """
         assert config.disk_cache_path is not None
-        regions = _regions(config.disk_cache_gib, info, page_format)
+        regions = plan_regions(config.disk_cache_gib, info, page_format)
         try:
             file = SlotFile.open(Path(config.disk_cache_path).expanduser(), regions, page_format)
             tier = cls(file, page_format, inbox, meter, events, on_changed)
@@ -158,7 +160,7 @@ class DiskTier:
         ]
         for index in self._indices:
             index.touch(chain.digest(block) for block in reversed(range(blocks.stop)))
-        unpin = partial(_unpin, self._indices, slots)  # a reset has other indices
+        unpin = partial(unpin_slots, self._indices, slots)  # a reset has other indices
         self._reader.submit(self._read, chain, slots, sink, self._epoch, unpin)
 
     def _read(
@@ -172,33 +174,14 @@ class DiskTier:
         """Read blocks, in the reader's thread."""
         error: str | None = "io"
         try:
-            for block, of_block in enumerate(slots, sink.first_block):
-                if sink.is_cancelled:
-                    error = "cancelled"
-                    break
-                checksums = self._read_block(chain, block, of_block, sink.page_buffers(block))
-                if not sink.block_done(block, checksums):
-                    error = "checksum"
-                    self._inbox.post(partial(self._drop, chain.digest(block), epoch))
-                    break
-            else:
-                error = None
+            error, block = read_blocks(self._file, chain, slots, sink)
+            if error == "checksum":
+                self._inbox.post(partial(self._drop, chain.digest(block), epoch))
         except OSError as problem:
             self._inbox.post(partial(self._turn_off, problem))
         finally:
             self._inbox.post(unpin)
             sink.finished(error)
-
-    def _read_block(
-        self, chain: TokenChain, block: int, slots: list[int | None], buffers: list[memoryview | None]
-    ) -> list[int | None]:
-        """Read the pages of one block; return their checksums, None for those whose slot holds something else."""
-        digest, tokens, checksums = chain.digest(block), chain.packed(block), list[int | None]()
-        for kind, (slot, buffer) in enumerate(zip(slots, buffers, strict=True)):
-            header = None if slot is None or buffer is None else self._file.read(kind, slot, buffer)
-            is_right = header is not None and header.digest == digest and header.tokens == tokens
-            checksums.append(header.page_checksum if header is not None and is_right else None)
-        return checksums
 
     def _drop(self, digest: bytes, epoch: int) -> None:
         """Forget the pages of a block that was damaged."""
@@ -365,44 +348,3 @@ class DiskTier:
     def _report_unsaved(self, kind: int, block_hash: int | None) -> None:
         if not kind and block_hash is not None:
             self._events.record(BlockUnsaved(block_hash))
-
-
-def _unpin(indices: list[SlotIndex], slots: list[list[int | None]]) -> None:
-    for of_block in slots:
-        for index, slot in zip(indices, of_block, strict=True):
-            if slot is not None:
-                index.unpin(slot)
-
-
-def _by_use(found: list[tuple[int, SlotHeader]]) -> list[tuple[int, SlotHeader]]:
-    """Return slots in the order of their last use; a block was used when a block after it was."""
-    last_use = {header.digest: header.generation for _, header in found}
-    for _, header in sorted(found, key=lambda item: -item[1].index):
-        if header.parent in last_use:
-            last_use[header.parent] = max(last_use[header.parent], last_use[header.digest])
-    return sorted(found, key=lambda item: (last_use[item[1].digest], -item[1].index))
-
-
-def _regions(size_gib: float, info: EngineInfo, page_format: PageFormat) -> list[Region]:
-    """Return the slots of each kind of page, in the proportions of the host pools.
-
-    Raises:
-        ConfigError: if there is not a slot for a single block.
-    """
-    one_each = [Region.of(1, kind.num_bytes, page_format.block_size) for kind in page_format.kinds]
-    num_pages = [info.num_host_blocks, *info.num_host_window_pages]
-    num_pages += [info.num_host_slots] * (len(one_each) - len(num_pages))
-    total = sum(count * region.slot_bytes for count, region in zip(num_pages, one_each, strict=True))
-    share = size_gib * 2**30 / total
-    regions = [
-        Region(int(count * share), region.page_bytes, region.slot_bytes)
-        for count, region in zip(num_pages, one_each, strict=True)
-    ]
-    if not regions[0].num_slots:
-        raise ConfigError(
-            f"holds no block, which takes {one_each[0].slot_bytes / 2**20:.2f} MiB",
-            param="disk_cache_gib",
-            value=size_gib,
-            remedy="raise it, or set disk_cache_path to null",
-        )
-    return regions
