@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.machine import describe
 from benchmarks.result_file import write_result
-from benchmarks.workloads import VOCABULARY
+from deployments.cli.bench.prompts import VOCABULARY
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.request import EngineRequest

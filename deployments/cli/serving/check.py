@@ -115,7 +115,7 @@ def _engine(config: AppConfig, capacity: Capacity) -> Iterator[tuple[str, str]]:
 def _memory(config: AppConfig, capacity: Capacity) -> Iterator[tuple[str, str]]:
     if capacity.weight_bytes is None or capacity.kv_bytes is None or not capacity.device.startswith("cpu"):
         return
-    one = capacity.weight_bytes + capacity.kv_bytes + int(config.engine_config.swap_space_gib * GIB)
+    one = capacity.weight_bytes + capacity.kv_bytes + int((config.engine_config.swap_space_gib or 0) * GIB)
     engines = config.replicas.num_engine_replicas
     yield "memory", f"{_size(one * engines)} for weights and caches of all engines, beside Python, torch and Ray"
 
