@@ -117,6 +117,13 @@ REQUESTS_REJECTED = Metric(
     ("reason",),
     known=(("overloaded",), ("prompt",)),
 )
+PEER_REJECTIONS = Metric(
+    "kv_peer_rejections",
+    "counter",
+    "Connections of other replicas, for KV pages, that this replica has ended, by reason.",
+    ("reason",),
+    known=(("secret",), ("refused",), ("malformed",), ("stalled",), ("connections",)),
+)
 BLOCKS_EVICTED = Metric("blocks_evicted", "counter", "Cached KV blocks that were evicted.")
 TTFT = Metric("time_to_first_token_seconds", "histogram", "Time from arrival to the first token.", (), TTFT_BUCKETS)
 INTER_TOKEN = Metric(

@@ -1,0 +1,189 @@
+"""Conversation: one connection to a page server, from the client's Hello until either side closes it.
+
+Nothing that a client sends can do more than end its own connection. Pages are leased from the engine while they are
+sent; a checksum that the lease has given is one of the right bytes, so the client notices what changes after that.
+"""
+
+from __future__ import annotations
+
+import hmac
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from time import monotonic
+from typing import Final
+
+from deployments.transport.pages.lender import Loan, PageLender
+from deployments.transport.pages.messages import (
+    BUSY,
+    EVICTED,
+    MAX_BLOCKS_BYTES,
+    MAX_BLOCKS_PARTS,
+    MAX_HELLO_BYTES,
+    MISSING,
+    VERSION,
+    Blocks,
+    End,
+    FromClient,
+    Hello,
+    PageMessageError,
+    Pull,
+    Refusal,
+    Welcome,
+    decode_from_client,
+)
+from deployments.transport.pages.wire import Wire
+from engine.kv.prefix_hash import BYTES_PER_TOKEN
+from engine.kv.tiers.departures import Lease, LeaseExpiredError
+from engine.kv.tiers.digests import TokenChain
+
+__all__ = ["Conversation", "SecretError", "Terms"]
+
+HELLO_S: Final = 5.0  # for the Hello and its answer
+IDLE_S: Final = 300.0  # without a Pull
+MAX_PULL_S: Final = 60.0  # that a client may ask to be waited for
+STALL_S: Final = 5.0  # in which a client takes the pages of one message
+PULL_BYTES: Final = 4096  # of a Pull beside its token ids
+
+
+class SecretError(PageMessageError):
+    """The client does not know the secret."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What a server asks of its clients, and allows them.
+
+    Attributes:
+        secret: that a client must know.
+        page_format: that its pages must have.
+        max_tokens: of a prompt.
+        pulls: how many more pulls may be answered at a time; shared by all connections.
+    """
+
+    secret: str
+    page_format: Mapping[str, str]
+    max_tokens: int
+    pulls: threading.Semaphore
+
+
+class Conversation:
+    """Answers one client. Its thread may be blocked for as long as the deadlines say.
+
+    Args:
+        wire: the connection.
+        terms: of the server.
+        lender: lends the engine's pages.
+    """
+
+    def __init__(self, wire: Wire, terms: Terms, lender: PageLender) -> None:
+        self._wire = wire
+        self._terms = terms
+        self._lender = lender
+        self._loan: Loan | None = None
+        self._is_cut = False
+
+    def cut(self) -> None:
+        """End the conversation soon. Any thread may call this."""
+        self._is_cut = True
+        self._wire.cut()
+        if (loan := self._loan) is not None:
+            loan.cancel()
+
+    def run(self) -> str:
+        """Answer until the client goes; return why the client is refused, if it is.
+
+        Raises:
+            OSError: the connection has ended: as Wire.
+            PageMessageError: the client's message is malformed, or it does not know the secret.
+        """
+        if reason := self._greet(monotonic() + HELLO_S):
+            return reason
+        while True:
+            pull = self._receive(PULL_BYTES + BYTES_PER_TOKEN * self._terms.max_tokens, monotonic() + IDLE_S)
+            if not isinstance(pull, Pull):
+                raise PageMessageError(f"a second {type(pull).__name__}")
+            self._answer(pull, monotonic() + min(pull.timeout_ms / 1000, MAX_PULL_S))
+
+    def _receive(self, max_bytes: int, deadline: float) -> FromClient:
+        return decode_from_client(self._wire.receive(max_bytes, deadline))
+
+    def _greet(self, deadline: float) -> str:
+        """Answer the Hello; return the reason of a refusal."""
+        hello = self._receive(MAX_HELLO_BYTES, deadline)
+        if not isinstance(hello, Hello):
+            raise PageMessageError(f"a {type(hello).__name__} before the Hello")
+        if not hmac.compare_digest(hello.secret.encode(errors="replace"), self._terms.secret.encode()):
+            raise SecretError("a Hello has a wrong secret")
+        reason = _difference(hello, self._terms.page_format)
+        self._wire.send(Refusal(reason) if reason else Welcome(), deadline)
+        return reason
+
+    def _answer(self, pull: Pull, deadline: float) -> None:
+        chain = self._lender.chain(pull.tokens, pull.cache_key)
+        if not self._terms.pulls.acquire(blocking=False):
+            self._wire.send(End(BUSY), deadline)
+            return
+        try:
+            reason = self._send_pages(pull, chain, deadline)
+        finally:
+            self._terms.pulls.release()
+        self._wire.send(End(reason), monotonic() + HELLO_S)
+
+    def _send_pages(self, pull: Pull, chain: TokenChain, deadline: float) -> str:
+        """Send what the engine holds of the blocks; return why not all of them, in one word.
+
+        A lease covers a bounded share of the host pool, so it may take several.
+        """
+        first, end = pull.first_block, min(pull.first_block + pull.num_blocks, chain.num_blocks)
+        if first < end:
+            chain.block_hash(end - 1, chain.block_size)  # so that the engine's thread need not hash
+        while first < end:
+            loan = self._loan = Loan()
+            timeout_s = deadline - monotonic()
+            if self._is_cut:
+                return MISSING
+            self._lender.lend(chain, first, end - first, loan.deliver, timeout_s=timeout_s)
+            try:
+                lease = loan.wait(timeout_s)
+            except TimeoutError:
+                return BUSY
+            if lease is None:
+                return MISSING
+            try:
+                for blocks, parts in _messages(lease):
+                    self._wire.send(blocks, min(deadline, monotonic() + STALL_S), parts)
+            except LeaseExpiredError:
+                return EVICTED
+            finally:
+                lease.release()
+            first += lease.num_blocks
+        return ""
+
+
+def _messages(lease: Lease) -> Iterator[tuple[Blocks, list[memoryview]]]:
+    """Yield runs of leased blocks of bounded size, and their pages; raises LeaseExpiredError."""
+    blocks, parts, num_bytes = Blocks(lease.first_block, [], []), list[memoryview](), 0
+    for index, pages in enumerate(lease.pages):
+        sizes = [0 if page is None else len(page) for page in pages]
+        is_full = num_bytes + sum(sizes) > MAX_BLOCKS_BYTES or len(parts) + len(pages) > MAX_BLOCKS_PARTS
+        if blocks.sizes and is_full:
+            yield blocks, parts
+            blocks, parts, num_bytes = Blocks(lease.first_block + index, [], []), [], 0
+        blocks.sizes.append(sizes)
+        blocks.checksums.append(lease.checksums(index))
+        parts += [page for page in pages if page is not None]
+        num_bytes += sum(sizes)
+    if blocks.sizes:
+        yield blocks, parts
+
+
+def _difference(hello: Hello, own: Mapping[str, str]) -> str:
+    """Return in which way a client's pages differ; empty: in none."""
+    if hello.version != VERSION:
+        return f"version {hello.version} of the transfer, but this replica has {VERSION}"
+    for name in sorted(own.keys() | hello.page_format.keys()):
+        theirs, ours = hello.page_format.get(name), own.get(name)
+        if theirs != ours:
+            return f"{name} is {theirs!r}, but {ours!r} on this replica"
+    return ""
