@@ -280,6 +280,11 @@ class AppConfig(_Options):
         return self.replicas.num_engine_replicas if is_fixed else self.autoscaling.min_replicas
 
     @property
+    def has_several_engines(self) -> bool:
+        """Whether there may be more than one engine replica at a time."""
+        return max(self.replicas.num_engine_replicas, self.autoscaling.max_replicas or 1) > 1
+
+    @property
     def served_name(self) -> str:
         """The name that clients give as ``model``."""
         return self.model_name or (gguf_name(self.model) if is_gguf(self.model) else self.model_path.name)
@@ -292,6 +297,8 @@ class AppConfig(_Options):
             "max_queued_requests": self.limits.max_queued_requests_per_engine,
             "max_queued_prefill_tokens": self.limits.max_queued_prefill_tokens_per_engine,
         } | self.engine
+        if options.get("kv_transfer") is None and not self.has_several_engines:
+            options["kv_transfer"] = False
         if self.replicas.gpus_per_engine == 0 and options.get("device", "auto") == "auto":
             options["device"] = "cpu"  # Ray hides no GPUs from a replica that reserves none
         return EngineConfig.from_options(str(self.model_path), options)

@@ -6,6 +6,7 @@ neither text nor HTTP, nor why a request was sent to it.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 from functools import partial
@@ -20,12 +21,14 @@ from deployments.observability.stats_line import StatsLine
 from deployments.serve.autoscaling import replica_pressure
 from deployments.serve.cpu_priority import in_yielding_thread
 from deployments.transport.kv_events.publisher import KVEventPublisher
+from deployments.transport.pages.transfer import PageTransfer
 from deployments.transport.replica_metadata import BLOCK_SIZE, ENDPOINT
 from deployments.transport.request_channel.server import ChannelServer
 from deployments.web.live_view import EngineSnapshot
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig, EngineInfo
 from engine.engine import Engine
+from engine.kv.tiers.tiers import Tiers
 from engine.observability.logs import forward_logs
 from engine.observability.metrics import METRICS
 from engine.pooling.config import PoolingConfig
@@ -52,11 +55,13 @@ class EngineReplica:
         # This node's address in the cluster: ingresses on other nodes connect to it.
         host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         self._publisher = KVEventPublisher(self._name, host)
+        self._tiers: Tiers | None = None
         self._engine = in_yielding_thread(config, partial(self._start_engine, config, pooling))
         # Serve calls the constructor on the event loop that runs this replica's code.
         self._channel = ChannelServer(
             self._engine, host, max_requests=max_requests, on_hashes=self._publisher.publish_awaited
         )
+        self._transfer = self._start_transfer(config, host)
         self._exporter = RayExporter(self._recorder, label="replica")
         self._exporter.start()
         self._stats_line = StatsLine(self._recorder)
@@ -69,9 +74,16 @@ class EngineReplica:
             pools = PoolingEngine.from_config(config, pooling, sink=self._recorder)
             return AsyncEngine(pools, on_load=self._publisher.publish_load)
         engine = Engine.from_config(config, sink=self._recorder, on_kv_events=self._publisher.publish_events)
+        self._tiers = engine.tiers
         started = AsyncEngine(engine, on_load=self._publisher.publish_load)
         started.load_grammar_compiler()
         return started
+
+    def _start_transfer(self, config: EngineConfig, host: str) -> PageTransfer | None:
+        """Exchange KV pages with the other replicas, if the engine has a host pool and the options allow it."""
+        if self._tiers is None or config.kv_transfer is False:
+            return None
+        return PageTransfer(self._engine, self._tiers, host, self._recorder)
 
     async def info(self) -> EngineInfo:
         """Return the engine's description: block size, context length, vocabulary and the like."""
@@ -89,7 +101,8 @@ class EngineReplica:
     async def record_replica_metadata(self) -> dict[str, Any]:
         """Return the metadata that Serve passes to every router once this replica is ready."""
         blocks = {BLOCK_SIZE: self._engine.info.block_size} if self._engine.info.num_blocks else {}
-        return {ENDPOINT: self._publisher.endpoint, **blocks, **self._channel.address.metadata}
+        pages = {} if self._transfer is None else self._transfer.address.metadata
+        return {ENDPOINT: self._publisher.endpoint, **blocks, **pages, **self._channel.address.metadata}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the numbers that the autoscaling policy reads."""
@@ -109,5 +122,7 @@ class EngineReplica:
             self._stats_line.stop()
             self._exporter.stop()
             await self._engine.shutdown()
+            if self._transfer is not None:
+                await asyncio.to_thread(self._transfer.close)
             self._channel.close()
             self._publisher.close()

@@ -125,6 +125,8 @@ class EngineConfig:
             this engine read, also after a restart. It needs a host pool, through which all pages pass. Each engine
             takes a file of its own, whose name begins with a digest of the model. None: there is no disk cache.
         disk_cache_gib: size of that file in GiB, for each engine.
+        kv_transfer: give KV to the other replicas of a deployment, and take theirs, over the network. It needs a host
+            pool, through which all pages pass. None: wherever there is one. It has no effect on ``LLM``.
         served_model_name: name of the model in metrics; None takes the path.
         step_timeout_s: seconds after which a step that does not end makes AsyncEngine.check_health() fail.
         seed: seed of the engine's generator, which gives each request without a seed its own.
@@ -172,6 +174,7 @@ class EngineConfig:
     swap_space_gib: Annotated[float | None, optional(number(0.0, MAX_FLOAT, "of at least 0"))] = None
     disk_cache_path: Annotated[str | None, name_or_null] = None
     disk_cache_gib: Annotated[float, number(LEAST_FLOAT, MAX_FLOAT, "above 0")] = 16.0
+    kv_transfer: Annotated[bool | None, optional(flag)] = None
     served_model_name: Annotated[str | None, name_or_null] = None
     step_timeout_s: Annotated[float, number(LEAST_FLOAT, MAX_FLOAT, "above 0")] = 300.0
     seed: Annotated[int, integer()] = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import json
 from collections.abc import Callable
 
 from engine.config import EngineConfig, EngineInfo
@@ -101,13 +102,14 @@ def new_tiers(
     """
     info = runner.info
     memory = runner.host_memory if info.num_host_blocks and config.enable_prefix_caching else None
-    if memory is None:
-        if config.disk_cache_path is None:
-            return None
-        raise ConfigError(
-            "needs a host pool and the prefix cache, and tensor_parallel_size=1",
-            param="disk_cache_path",
-            value=config.disk_cache_path,
-            remedy="set swap_space_gib and enable_prefix_caching, or set it null",
-        )
-    return Tiers(config, info, blocks, scheduler, memory, prefill_rate, sink, on_changed)
+    if memory is not None:
+        return Tiers(config, info, blocks, scheduler, memory, prefill_rate, sink, on_changed)
+    for name, off in (("disk_cache_path", None), ("kv_transfer", False)):
+        if value := getattr(config, name):
+            raise ConfigError(
+                "needs a host pool and the prefix cache, and tensor_parallel_size=1",
+                param=name,
+                value=value,
+                remedy=f"set swap_space_gib and enable_prefix_caching, or set it {json.dumps(off)}",
+            )
+    return None

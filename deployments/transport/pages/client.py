@@ -104,7 +104,9 @@ class PageClient:
     def _record(self, fetch: _Fetch) -> None:
         pulled = fetch.pulled
         if pulled.num_blocks:
-            self.rates.record(fetch.source.endpoint, pulled.num_bytes, pulled.latency_s, pulled.transfer_s)
+            num_tokens = pulled.num_blocks * fetch.wanted.chain.block_size
+            endpoint = fetch.source.endpoint
+            self.rates.record(endpoint, num_tokens, pulled.num_bytes, pulled.latency_s, pulled.transfer_s)
 
 
 class _Fetch:

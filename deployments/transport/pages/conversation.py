@@ -153,6 +153,7 @@ class Conversation:
             try:
                 for blocks, parts in _messages(lease):
                     self._wire.send(blocks, min(deadline, monotonic() + STALL_S), parts)
+                    self._lender.record(len(blocks.sizes) * chain.block_size, sum(map(len, parts)))
             except LeaseExpiredError:
                 return EVICTED
             finally:

@@ -38,6 +38,9 @@ class PageLender(Protocol):
             timeout_s: seconds after which the lease expires.
         """
 
+    def record(self, num_tokens: int, num_bytes: int) -> None:
+        """Count what was sent."""
+
 
 class Loan:
     """A lease that a thread waits for. If it has stopped waiting, the lease is released as soon as it is ready."""

@@ -15,7 +15,7 @@ from msgspec import Struct
 __all__ = ["PeerRate", "PeerRates"]
 
 WEIGHT: Final = 0.3  # of the latest transfer in an average
-MIN_RATED_BYTES: Final = 2**20  # of a transfer that says something of the rate
+MIN_RATED_BYTES: Final = 2**16  # of a transfer that says something of the rate
 MAX_PEERS: Final = 256  # the least recently used ones are forgotten
 
 
@@ -24,11 +24,13 @@ class PeerRate(Struct, frozen=True, array_like=True):
 
     Attributes:
         latency_s: seconds from a request to its first page: the connection, the source's current step, its copies.
-        bytes_per_s: after that; 0: not measured yet.
+        tokens_per_s: after that; 0: not measured yet.
+        bytes_per_s: likewise.
         num_transfers: that were measured.
     """
 
     latency_s: float
+    tokens_per_s: float
     bytes_per_s: float
     num_transfers: int
 
@@ -40,21 +42,24 @@ class PeerRates:
         self._rates: OrderedDict[str, PeerRate] = OrderedDict()
         self._lock = threading.Lock()
 
-    def record(self, endpoint: str, num_bytes: int, latency_s: float, transfer_s: float) -> None:
+    def record(self, endpoint: str, num_tokens: int, num_bytes: int, latency_s: float, transfer_s: float) -> None:
         """Take a transfer into account.
 
         Args:
             endpoint: of the peer.
+            num_tokens: whose pages have come.
             num_bytes: of the pages.
             latency_s: seconds from the request to the first page.
             transfer_s: seconds from there to the last one.
         """
         with self._lock:
-            old = self._rates.pop(endpoint, None) or PeerRate(latency_s, 0.0, 0)
-            rate = old.bytes_per_s
+            old = self._rates.pop(endpoint, None) or PeerRate(latency_s, 0.0, 0.0, 0)
+            tokens_per_s, bytes_per_s = old.tokens_per_s, old.bytes_per_s
             if num_bytes >= MIN_RATED_BYTES and transfer_s > 0:
-                rate = _average(rate or num_bytes / transfer_s, num_bytes / transfer_s)
-            self._rates[endpoint] = PeerRate(_average(old.latency_s, latency_s), rate, old.num_transfers + 1)
+                tokens_per_s = _average(tokens_per_s or num_tokens / transfer_s, num_tokens / transfer_s)
+                bytes_per_s = _average(bytes_per_s or num_bytes / transfer_s, num_bytes / transfer_s)
+            latency_s = _average(old.latency_s, latency_s)
+            self._rates[endpoint] = PeerRate(latency_s, tokens_per_s, bytes_per_s, old.num_transfers + 1)
             if len(self._rates) > MAX_PEERS:
                 self._rates.popitem(last=False)
 
@@ -64,7 +69,7 @@ class PeerRates:
             return self._rates.get(endpoint)
 
     def table(self) -> dict[str, PeerRate]:
-        """Return the rate of every peer."""
+        """Return the rate of every peer, the one that was used last at the end."""
         with self._lock:
             return dict(self._rates)
 

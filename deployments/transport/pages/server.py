@@ -42,7 +42,6 @@ class PageServer:
     Args:
         lender: lends the engine's pages.
         host: the node's own address, to which the socket binds.
-        page_format: everything that must be equal for pages to be exchanged, by name.
         max_tokens: of a prompt.
         metrics: records bytes and ended connections.
 
@@ -53,24 +52,31 @@ class PageServer:
         ConfigError: ``host`` is not an address of this node.
     """
 
-    def __init__(
-        self, lender: PageLender, host: str, page_format: Mapping[str, str], *, max_tokens: int, metrics: MetricSink
-    ) -> None:
+    def __init__(self, lender: PageLender, host: str, *, max_tokens: int, metrics: MetricSink) -> None:
         self._lender = lender
         self._metrics = metrics
         self._socket, endpoint = _listen(host)
         self.address = PageAddress(endpoint, secrets.token_hex())
-        self._terms = Terms(
-            secret=self.address.secret,
-            page_format=dict(page_format),
-            max_tokens=max_tokens,
-            pulls=threading.Semaphore(MAX_PULLS),
-        )
+        self._max_tokens = max_tokens
         self._closing = threading.Event()
         self._has_logged = False
         self._conversations: dict[Conversation, threading.Thread] = {}
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._accept, name="page-server", daemon=True)
+        self._thread: threading.Thread | None = None
+
+    def open(self, page_format: Mapping[str, str]) -> None:
+        """Answer clients from now on; until then their connections wait.
+
+        Args:
+            page_format: everything that must be equal for pages to be exchanged, by name.
+        """
+        terms = Terms(
+            secret=self.address.secret,
+            page_format=dict(page_format),
+            max_tokens=self._max_tokens,
+            pulls=threading.Semaphore(MAX_PULLS),
+        )
+        self._thread = threading.Thread(target=self._accept, args=(terms,), name="page-server", daemon=True)
         self._thread.start()
 
     @property
@@ -84,7 +90,8 @@ class PageServer:
         self._closing.set()
         with contextlib.suppress(OSError):  # it was closed before
             self._socket.shutdown(socket.SHUT_RDWR)  # so that accept() returns
-        self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread is not None:
+            self._thread.join(CLOSE_TIMEOUT_S)
         self._socket.close()
         with self._lock:
             conversations = dict(self._conversations)
@@ -95,7 +102,7 @@ class PageServer:
 
     # --- the accepting thread -----------------------------------------------------------------------------------------
 
-    def _accept(self) -> None:
+    def _accept(self, terms: Terms) -> None:
         while not self._closing.is_set():
             try:
                 connected, _ = self._socket.accept()
@@ -104,11 +111,11 @@ class PageServer:
                     self._report("sockets", error)
                     self._closing.wait(ACCEPT_PAUSE_S)  # the process may have no descriptor left for now
                 continue
-            self._start(Wire(connected))
+            self._start(Wire(connected), terms)
 
-    def _start(self, wire: Wire) -> None:
+    def _start(self, wire: Wire, terms: Terms) -> None:
         """Give a connection a thread of its own, if there are not too many."""
-        conversation = Conversation(wire, self._terms, self._lender)
+        conversation = Conversation(wire, terms, self._lender)
         thread = threading.Thread(target=self._converse, args=(wire, conversation), name="page-connection", daemon=True)
         with self._lock:
             has_room = len(self._conversations) < MAX_CONNECTIONS and not self._closing.is_set()

@@ -41,6 +41,7 @@ class Lender:
         self.lease_blocks = 1000
         self.leases: list[Lease] = []
         self.num_released = 0
+        self.num_sent = 0  # tokens
         self.held_back: list[Callable[[], None]] | None = None  # calls of on_ready, if they wait
 
     def chain(self, token_ids: Sequence[int], cache_key: str) -> TokenChain:
@@ -69,6 +70,9 @@ class Lender:
             on_ready(lease)
         else:
             self.held_back.append(lambda: on_ready(lease))
+
+    def record(self, num_tokens: int, num_bytes: int) -> None:
+        self.num_sent += num_tokens
 
     def _released(self) -> None:
         self.num_released += 1
@@ -128,7 +132,8 @@ class Pair:
     def __init__(self, lender: Any, server_format: dict[str, str], client_format: dict[str, str]) -> None:
         self.recorder = Recorder(METRICS)
         self.lender = lender
-        self.server = PageServer(lender, HOST, server_format, max_tokens=10_000, metrics=self.recorder)
+        self.server = PageServer(lender, HOST, max_tokens=10_000, metrics=self.recorder)
+        self.server.open(server_format)
         self.client = PageClient(client_format, bytes_per_token=100.0)
 
     @property

@@ -37,7 +37,8 @@ class Stuck(Lender):
 
 lender = Stuck(random_pages(10))
 lender.lease_blocks = 4
-server = PageServer(lender, HOST, FORMAT, max_tokens=1000, metrics=Recorder())
+server = PageServer(lender, HOST, max_tokens=1000, metrics=Recorder())
+server.open(FORMAT)
 print(server.address.endpoint, server.address.secret, flush=True)
 time.sleep(600)
 """

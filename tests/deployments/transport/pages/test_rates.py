@@ -10,32 +10,33 @@ from deployments.transport.pages.rates import MAX_PEERS, MIN_RATED_BYTES, PeerRa
 def test_the_first_transfer_is_taken_as_it_is_and_later_ones_move_it() -> None:
     rates = PeerRates()
     assert rates.get("a") is None
-    rates.record("a", 2 * MIN_RATED_BYTES, 0.1, 0.5)
-    assert rates.get("a") == PeerRate(0.1, 4 * MIN_RATED_BYTES, 1)
-    rates.record("a", 2 * MIN_RATED_BYTES, 0.2, 1.0)
+    rates.record("a", 10, 2 * MIN_RATED_BYTES, 0.1, 0.5)
+    assert rates.get("a") == PeerRate(0.1, 20, 4 * MIN_RATED_BYTES, 1)
+    rates.record("a", 10, 2 * MIN_RATED_BYTES, 0.2, 1.0)
     rate = rates.get("a")
     assert rate is not None
     assert rate.latency_s == pytest.approx(0.13)
     assert rate.bytes_per_s == pytest.approx(3.4 * MIN_RATED_BYTES)
+    assert rate.tokens_per_s == pytest.approx(17)
     assert rate.num_transfers == 2
 
 
 def test_a_short_transfer_says_only_how_long_the_first_page_takes() -> None:
     rates = PeerRates()
-    rates.record("a", MIN_RATED_BYTES - 1, 0.1, 1e-6)
-    assert rates.get("a") == PeerRate(0.1, 0.0, 1)
-    rates.record("a", MIN_RATED_BYTES, 0.1, 1.0)
-    assert rates.get("a") == PeerRate(0.1, MIN_RATED_BYTES, 2)
-    rates.record("a", MIN_RATED_BYTES, 0.1, 0.0)
-    assert rates.get("a") == PeerRate(0.1, MIN_RATED_BYTES, 3)
+    rates.record("a", 10, MIN_RATED_BYTES - 1, 0.1, 1e-6)
+    assert rates.get("a") == PeerRate(0.1, 0.0, 0.0, 1)
+    rates.record("a", 10, MIN_RATED_BYTES, 0.1, 1.0)
+    assert rates.get("a") == PeerRate(0.1, 10, MIN_RATED_BYTES, 2)
+    rates.record("a", 10, MIN_RATED_BYTES, 0.1, 0.0)
+    assert rates.get("a") == PeerRate(0.1, 10, MIN_RATED_BYTES, 3)
 
 
 def test_the_least_recently_used_peers_are_forgotten() -> None:
     rates = PeerRates()
     for number in range(MAX_PEERS):
-        rates.record(str(number), 1, 0.1, 0.1)
-    rates.record("0", 1, 0.1, 0.1)
-    rates.record("new", 1, 0.1, 0.1)
+        rates.record(str(number), 1, 1, 0.1, 0.1)
+    rates.record("0", 1, 1, 0.1, 0.1)
+    rates.record("new", 1, 1, 0.1, 0.1)
     assert len(rates.table()) == MAX_PEERS
     assert rates.get("1") is None
     assert rates.get("0") is not None

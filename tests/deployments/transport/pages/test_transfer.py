@@ -31,6 +31,7 @@ def test_the_pages_come_as_they_are() -> None:
             assert both.fetch(sink) is None
             assert sink.pages() == pages[first:]
         assert both.server.num_connections == 1  # it was kept
+        assert both.lender.num_sent == 4 * (10 + 7 + 1)
         assert released(both)
         assert not both.rejections
 
@@ -39,7 +40,7 @@ def test_many_small_pages_and_large_ones() -> None:
     prompt = list(range(4 * 3000))
     small = random_pages(3000, [7, 1, 3])
     with pair(Lender(small, prompt)) as both:
-        assert both.server._terms.max_tokens < len(prompt)
+        assert both.server._max_tokens < len(prompt)
         sink = sink_for(small[:2000])
         assert both.fetch(sink, prompt[:8000]) is None
         assert sink.pages() == small[:2000]
