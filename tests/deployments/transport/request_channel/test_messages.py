@@ -26,7 +26,7 @@ from engine.options.structured_outputs import StructuredOutputsParams
 from engine.options.thinking_budget import ThinkingBudget
 from engine.outputs import EngineOutput, FinishReason, Logprob, RequestTiming
 from engine.pooling.params import PoolingParams
-from engine.request import EngineRequest
+from engine.request import EngineRequest, KVSource
 from engine.sampling_params import SamplingParams
 
 ids = st.integers(0, 2**31 - 1)
@@ -94,6 +94,7 @@ params = st.one_of(
     st.text(max_size=5),
     st.ip_addresses().map(str),
     st.lists(st.integers(0, 2**64 - 1), max_size=5),
+    st.none() | st.builds(KVSource, st.text(max_size=30), st.text(max_size=8), st.integers(0, 2**40)),
 )
 @settings(max_examples=100, deadline=None)
 def test_a_request_arrives_as_it_was(
@@ -104,10 +105,11 @@ def test_a_request_arrives_as_it_was(
     salt: str,
     client: str,
     hashes: list[int],
+    source: KVSource | None,
 ) -> None:
     if values.get("min_tokens", 0) > (values.get("max_tokens", 16) or math.inf):
         values = values | {"max_tokens": None}
-    request = EngineRequest("id", prompt, SamplingParams(**values), priority, salt, client, output)
+    request = EngineRequest("id", prompt, SamplingParams(**values), priority, salt, client, output, kv_source=source)
     message = decode_from_ingress(encode_request(3, 7, request, hashes))
     assert isinstance(message, Submit)
     assert (message.number, message.stream) == (3, 7)
