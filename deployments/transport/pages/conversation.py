@@ -9,11 +9,13 @@ from __future__ import annotations
 import hmac
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from time import monotonic
 from typing import Final
 
-from deployments.transport.pages.lender import Loan, PageLender
+from deployments.transport.pages.leases import Leases
+from deployments.transport.pages.lender import PageLender
 from deployments.transport.pages.messages import (
     BUSY,
     EVICTED,
@@ -80,15 +82,15 @@ class Conversation:
         self._wire = wire
         self._terms = terms
         self._lender = lender
-        self._loan: Loan | None = None
+        self._leases: Leases | None = None
         self._is_cut = False
 
     def cut(self) -> None:
         """End the conversation soon. Any thread may call this."""
         self._is_cut = True
         self._wire.cut()
-        if (loan := self._loan) is not None:
-            loan.cancel()
+        if (leases := self._leases) is not None:
+            leases.close()
 
     def run(self) -> str:
         """Answer until the client goes; return why the client is refused, if it is.
@@ -131,35 +133,26 @@ class Conversation:
         self._wire.send(End(reason), monotonic() + HELLO_S)
 
     def _send_pages(self, pull: Pull, chain: TokenChain, deadline: float) -> str:
-        """Send what the engine holds of the blocks; return why not all of them, in one word.
-
-        A lease covers a bounded share of the host pool, so it may take several.
-        """
+        """Send what the engine holds of the blocks; return why not all of them, in one word."""
         first, end = pull.first_block, min(pull.first_block + pull.num_blocks, chain.num_blocks)
-        if first < end:
-            chain.block_hash(end - 1, chain.block_size)  # so that the engine's thread need not hash
-        while first < end:
-            loan = self._loan = Loan()
-            timeout_s = deadline - monotonic()
-            if self._is_cut:
-                return MISSING
-            self._lender.lend(chain, first, end - first, loan.deliver, timeout_s=timeout_s)
-            try:
-                lease = loan.wait(timeout_s)
-            except TimeoutError:
-                return BUSY
-            if lease is None:
-                return MISSING
-            try:
-                for blocks, parts in _messages(lease):
-                    self._wire.send(blocks, min(deadline, monotonic() + STALL_S), parts)
-                    self._lender.record(len(blocks.sizes) * chain.block_size, sum(map(len, parts)))
-            except LeaseExpiredError:
-                return EVICTED
-            finally:
-                lease.release()
-            first += lease.num_blocks
-        return ""
+        if first >= end:
+            return ""
+        chain.block_hash(end - 1, chain.block_size)  # so that the engine's thread need not hash
+        leases = Leases(self._lender, chain, first, end, deadline)
+        self._leases = leases
+        try:
+            with closing(leases.parts()) as lent:
+                for blocks, pages in (message for lease in lent for message in _messages(lease)):
+                    self._wire.send(blocks, min(deadline, monotonic() + STALL_S), pages)
+                    self._lender.record(len(blocks.sizes) * chain.block_size, sum(map(len, pages)))
+        except LeaseExpiredError:
+            return EVICTED
+        except TimeoutError:
+            return BUSY
+        finally:
+            self._leases = None
+            leases.close()
+        return "" if leases.has_all else MISSING
 
 
 def _messages(lease: Lease) -> Iterator[tuple[Blocks, list[memoryview]]]:

@@ -15,6 +15,10 @@ __all__ = ["Loan", "PageLender"]
 class PageLender(Protocol):
     """Lends pages of an engine. Any thread may call it."""
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of all pages of a block."""
+
     def chain(self, token_ids: Sequence[int], cache_key: str) -> TokenChain:
         """Return the blocks of a text, as the engine names them."""
 
@@ -43,7 +47,7 @@ class PageLender(Protocol):
 
 
 class Loan:
-    """A lease that a thread waits for. If it has stopped waiting, the lease is released as soon as it is ready."""
+    """A lease that a thread waits for. If it no longer does, the lease is released as soon as it is ready."""
 
     def __init__(self) -> None:
         self._lease: Lease | None = None
@@ -60,19 +64,19 @@ class Loan:
         if lease is not None:
             lease.release()
 
-    def cancel(self) -> None:
-        """End the wait without a lease, if it has not come yet. Any thread may call this."""
-        self.deliver(None)
-
     def wait(self, timeout_s: float) -> Lease | None:
         """Return the lease; None if there is none.
 
         Raises:
             TimeoutError: the engine's thread has not lent in time.
         """
-        self._has_ended.wait(timeout_s)
-        with self._lock:
-            if not self._has_ended.is_set():
-                self._has_ended.set()
-                raise TimeoutError(f"the engine has lent no page within {timeout_s:.1f} s")
+        if not self._has_ended.wait(timeout_s):
+            self.abandon()
+            raise TimeoutError(f"the engine has lent no page within {timeout_s:.1f} s")
         return self._lease
+
+    def abandon(self) -> None:
+        """End the wait, and the lease if it has come. Any thread may call this."""
+        self.deliver(None)
+        if self._lease is not None:
+            self._lease.release()

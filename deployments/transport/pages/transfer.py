@@ -88,6 +88,11 @@ class EngineLender:
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of all pages of a block."""
+        return sum(kind.num_bytes for kind in self._tiers.format.kinds)
+
     def chain(self, token_ids: Sequence[int], cache_key: str) -> TokenChain:
         """Return the blocks of a text, as the engine names them."""
         return self._tiers.chain(list(token_ids), cache_key)

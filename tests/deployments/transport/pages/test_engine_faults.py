@@ -199,6 +199,9 @@ async def test_a_source_process_that_dies_or_stops(number: signal.Signals, error
         answer = asyncio.create_task(node.answer(PROMPT, GREEDY, source))
         assert process.stdout is not None
         assert await asyncio.to_thread(process.stdout.readline) == "stuck\n"
+        await until_in_loop(
+            lambda: [a.num_done for a in node.tiers.arrivals._reserved] == [8], "what was sent has come"
+        )
         process.send_signal(number)
         assert await answer == expected
         assert node.failures == {("peer", error): 1}

@@ -65,6 +65,7 @@ def test_a_source_that_dies_or_stops_costs_what_has_not_come(number: signal.Sign
         client.fetch(WantedPrefix("r", chain_of(PROMPT), 0, source), sink)
         assert process.stdout is not None
         assert process.stdout.readline() == "stuck\n"
+        until(lambda: len(sink.done) == 4, "what the source has sent has come")
         process.send_signal(number)
         assert sink.wait() == error
         assert sink.pages() == random_pages(10)[:4]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
+from deployments.transport.pages.leases import MAX_LEASES
 from tests.deployments.transport.pages.fakes import PROMPT, Lender, Pair, Sink, pair
 from tests.waiting import until
 
@@ -75,6 +77,35 @@ def test_several_leases_make_one_transfer() -> None:
         assert both.fetch(sink) is None
         assert sink.pages() == pages
         assert len(lender.leases) == 4
+        assert released(both)
+
+
+class Cramped(Lender):
+    """Has room for the pages of one lease at a time, as a small host pool has."""
+
+    def lend(self, *args: Any, **kwargs: Any) -> None:
+        if self.num_released < len(self.leases):
+            args[3](None)
+        else:
+            super().lend(*args, **kwargs)
+
+
+def test_a_host_pool_with_room_for_one_lease() -> None:
+    lender = Cramped(pages := random_pages(10))
+    lender.lease_blocks = 3
+    with pair(lender) as both:
+        sink = sink_for(pages)
+        assert both.fetch(sink) is None
+        assert sink.pages() == pages
+        assert len(lender.leases) == 4
+
+
+def test_a_long_prompt_takes_a_bounded_number_of_leases() -> None:
+    prompt = list(range(4 * 400))
+    lender = Lender(pages := random_pages(400, [16]), prompt)
+    with pair(lender) as both:
+        assert both.fetch(sink_for(pages), prompt) is None
+        assert len(lender.leases) == MAX_LEASES
         assert released(both)
 
 
