@@ -121,6 +121,8 @@ class EngineReplica:
             await self._channel.drain()
             self._stats_line.stop()
             self._exporter.stop()
+            if self._transfer is not None:
+                await asyncio.to_thread(self._transfer.drain)
             await self._engine.shutdown()
             if self._transfer is not None:
                 await asyncio.to_thread(self._transfer.close)

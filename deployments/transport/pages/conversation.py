@@ -92,6 +92,11 @@ class Conversation:
         if (leases := self._leases) is not None:
             leases.close()
 
+    @property
+    def is_sending(self) -> bool:
+        """Whether pages are lent for the client."""
+        return self._leases is not None
+
     def run(self) -> str:
         """Answer until the client goes; return why the client is refused, if it is.
 

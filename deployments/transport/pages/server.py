@@ -14,6 +14,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Mapping
+from time import monotonic
 from typing import Final
 
 from deployments.transport.kv_events.sockets import address_of, url_host
@@ -34,6 +35,8 @@ MAX_PULLS: Final = 4  # that are answered at a time; others are told that the se
 BACKLOG: Final = 64
 ACCEPT_PAUSE_S: Final = 0.1
 CLOSE_TIMEOUT_S: Final = 5.0
+DRAIN_S: Final = 2.0
+DRAIN_POLL_S: Final = 0.02
 
 
 class PageServer:
@@ -84,6 +87,18 @@ class PageServer:
         """Connections that are open."""
         with self._lock:
             return len(self._conversations)
+
+    def drain(self) -> None:
+        """Wait a short time for the transfers that run. The engine must still lend."""
+        deadline = monotonic() + DRAIN_S
+        while self.is_sending and monotonic() < deadline:
+            self._closing.wait(DRAIN_POLL_S)
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether pages are lent for any client."""
+        with self._lock:
+            return any(conversation.is_sending for conversation in self._conversations)
 
     def close(self) -> None:
         """End every connection, and the threads."""

@@ -59,6 +59,10 @@ class PageTransfer:
         """Wait until pages can be sent and received."""
         self._thread.join()
 
+    def drain(self) -> None:
+        """Wait a short time for what other replicas are reading. The engine must still run."""
+        self._server.drain()
+
     def close(self) -> None:
         """End every transfer. The engine must have been shut down, so that it starts no further one."""
         self._thread.join()

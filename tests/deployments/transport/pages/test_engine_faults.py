@@ -126,6 +126,24 @@ async def test_an_aborted_request_ends_its_transfer(qwen3: str) -> None:
         assert await target.answer(PROMPT, GREEDY, source.source(88)) == expected
 
 
+async def test_a_source_that_shuts_down_ends_what_it_has_begun(qwen3: str) -> None:
+    async with nodes(qwen3, 2) as (source, target):
+        expected = await source.answer(PROMPT)
+        held: list[object] = []
+        post, source.tiers.inbox.post = source.tiers.inbox.post, held.append  # type: ignore[method-assign, assignment]
+        waiting = asyncio.create_task(target.answer(PROMPT, GREEDY, source.source(88)))
+        await until_in_loop(lambda: bool(held), "the source is asked")
+        draining = asyncio.create_task(asyncio.to_thread(source.transfer.drain))
+        await asyncio.sleep(0.01)
+        source.tiers.inbox.post = post  # type: ignore[method-assign]
+        for call in held:
+            post(call)  # type: ignore[arg-type]
+        assert await waiting == expected
+        await draining
+        assert not source.transfer._server.is_sending
+        assert target.num_fetched == 88
+
+
 async def test_a_reset_of_the_source_ends_its_leases(qwen3: str) -> None:
     async with nodes(qwen3, 2) as (source, target):
         expected = await source.answer(PROMPT)
