@@ -70,6 +70,22 @@ def test_the_options_that_the_shipped_file_leaves_out_can_be_put_in() -> None:
     assert (config.speculation.method, config.speculation.num_speculative_tokens) == ("ngram", 4)
 
 
+@pytest.mark.parametrize(
+    ("args", "transfers"),
+    [
+        ({}, False),
+        ({"replicas": {"num_engine_replicas": 2}}, None),
+        ({"autoscaling": {"max_replicas": 2}}, None),
+        ({"autoscaling": {"max_replicas": 1}}, False),
+        ({"engine": {"kv_transfer": True}}, True),
+        ({"engine": {"kv_transfer": None}}, False),
+        ({"replicas": {"num_engine_replicas": 2}, "engine": {"kv_transfer": False}}, False),
+    ],
+)
+def test_a_single_engine_has_no_one_to_exchange_kv_with(args: dict[str, Any], transfers: bool | None) -> None:
+    assert AppConfig.parse({"model": "m", **args}).engine_config.kv_transfer is transfers
+
+
 def test_a_relative_model_starts_at_the_checkout() -> None:
     assert AppConfig.parse({"model": "demo/model"}).model_path == checkout_root() / "demo/model"
     assert AppConfig.parse({"model": "/models/x"}).model_path == Path("/models/x")

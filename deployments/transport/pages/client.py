@@ -71,7 +71,11 @@ class PageClient:
         assert wanted.source is not None
         fetch = _Fetch(wanted, sink, wanted.source, self._peers)
         self._fetches.add(fetch)
-        self._threads.submit(self._run, fetch)
+        try:
+            self._threads.submit(self._run, fetch)
+        except RuntimeError:  # the process can start no thread
+            self._fetches.discard(fetch)
+            sink.finished("io")
 
     def close(self) -> None:
         """End every fetch, and all connections. No further fetch may start."""

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from engine.errors import ConfigError
 from engine.kv.tiers import fetching
 from engine.options.structured_outputs import StructuredOutputsParams
 from engine.sampling_params import SamplingParams
 from tests.deployments.transport.pages.nodes import BLOCK_SIZE, GREEDY, nodes, prompt_of, save
 from tests.engine.checkpoints import save_tokenizer
+from tests.engine.shadow import make_engine
 from tests.waiting import HANG_S, until_in_loop
 
 SEEDED = SamplingParams(temperature=1.0, seed=5, max_tokens=12)
@@ -114,3 +117,13 @@ async def test_a_salt_separates_pulled_blocks(qwen3: str) -> None:
         assert target.failures == {("peer", "gone"): 2}
         await target.answer(prompt, GREEDY, source.source(88), cache_salt="a")
         assert target.num_fetched == 88
+
+
+@pytest.mark.parametrize("options", [{"num_host_blocks": 0}, {"num_host_blocks": 9, "enable_prefix_caching": False}])
+def test_transfers_need_a_host_pool_and_the_prefix_cache(options: dict[str, Any]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"kv_transfer=True needs a host pool.*set swap_space_gib .*, or set it false"
+    ):
+        make_engine(kv_transfer=True, **options)
+    engine, _ = make_engine(**options)  # by default there are none
+    assert engine.tiers is None

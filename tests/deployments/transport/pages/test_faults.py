@@ -245,3 +245,14 @@ def test_pages_of_another_size_are_not_taken() -> None:
         assert both.fetch(sink) == "io"
         assert sink.done == []
         assert all(not any(page) for of in sink.memory for page in of if page is not None)
+
+
+def test_a_process_without_threads_fetches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_thread(*args: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with pair(Lender(random_pages(10))) as both:
+        monkeypatch.setattr(both.client._threads, "submit", no_thread)
+        assert both.fetch(sink_for(random_pages(10))) == "io"
+        monkeypatch.undo()
+        assert both.fetch(sink_for(random_pages(10))) is None
