@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import json
+import logging
 from collections.abc import Callable
 
 from engine.config import EngineConfig, EngineInfo
