@@ -178,7 +178,7 @@ async def main():
     tokens = await node.answer(prompt_of(90))
     lender = node.transfer._server._lender
     lend, is_first = lender.lend, True
-    node.tiers.departures._max_pages = [8]  # several leases
+    node.tiers.departures._max_blocks = 8  # several leases
 
     def second_never(*args, **kwargs):
         if args[1]:
