@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from itertools import islice
 from typing import Final
 
 from msgspec import Struct
+
+from engine.observability.load import MAX_SOURCE_RATES, SourceRate
 
 __all__ = ["PeerRate", "PeerRates"]
 
@@ -40,6 +43,7 @@ class PeerRates:
 
     def __init__(self) -> None:
         self._rates: OrderedDict[str, PeerRate] = OrderedDict()
+        self._latest: tuple[SourceRate, ...] = ()
         self._lock = threading.Lock()
 
     def record(self, endpoint: str, num_tokens: int, num_bytes: int, latency_s: float, transfer_s: float) -> None:
@@ -62,6 +66,8 @@ class PeerRates:
             self._rates[endpoint] = PeerRate(latency_s, tokens_per_s, bytes_per_s, old.num_transfers + 1)
             if len(self._rates) > MAX_PEERS:
                 self._rates.popitem(last=False)
+            newest = islice(reversed(self._rates.items()), MAX_SOURCE_RATES)
+            self._latest = tuple(SourceRate(name, rate.latency_s, rate.tokens_per_s) for name, rate in newest)
 
     def get(self, endpoint: str) -> PeerRate | None:
         """Return the rate of a peer; None: it was never used."""
@@ -72,6 +78,10 @@ class PeerRates:
         """Return the rate of every peer, the one that was used last at the end."""
         with self._lock:
             return dict(self._rates)
+
+    def latest(self) -> tuple[SourceRate, ...]:
+        """Return the peers that were used last as a load report has them. It costs nothing."""
+        return self._latest
 
 
 def _average(old: float, new: float) -> float:

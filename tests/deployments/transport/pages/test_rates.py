@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deployments.transport.pages.rates import MAX_PEERS, MIN_RATED_BYTES, PeerRate, PeerRates
+from engine.observability.load import MAX_SOURCE_RATES, SourceRate
 
 
 def test_the_first_transfer_is_taken_as_it_is_and_later_ones_move_it() -> None:
@@ -40,3 +41,15 @@ def test_the_least_recently_used_peers_are_forgotten() -> None:
     assert len(rates.table()) == MAX_PEERS
     assert rates.get("1") is None
     assert rates.get("0") is not None
+
+
+def test_a_load_report_has_the_peers_that_were_used_last() -> None:
+    rates = PeerRates()
+    assert rates.latest() == ()
+    for number in range(MAX_SOURCE_RATES + 2):
+        rates.record(str(number), 10, MIN_RATED_BYTES, 0.5, 2.0)
+    rates.record("3", 10, MIN_RATED_BYTES, 0.5, 2.0)
+    latest = rates.latest()
+    assert [rate.source for rate in latest][:3] == ["3", str(MAX_SOURCE_RATES + 1), str(MAX_SOURCE_RATES)]
+    assert len(latest) == MAX_SOURCE_RATES
+    assert latest[0] == SourceRate("3", 0.5, 5.0)
