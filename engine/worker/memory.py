@@ -19,6 +19,7 @@ from kernels.cgroup import available_memory
 __all__ = [
     "available_host_memory",
     "blocks_that_fit",
+    "default_swap_space",
     "gpu_memory_for_cache",
     "host_memory_for_cache",
     "host_pools_for",
@@ -92,6 +93,15 @@ def _with_host(config: EngineConfig, pools: PoolSizes, sizes: PageSizes, memory:
     )
 
 
+def default_swap_space(kv_bytes: int) -> int:
+    """Return the bytes of the host pools of an engine on a CPU if no size is configured.
+
+    Args:
+        kv_bytes: of its KV cache.
+    """
+    return min(_HOST_DEFAULT, int(available_host_memory() * _HOST_SHARE), _HOST_RATIO * kv_bytes)
+
+
 def _default_host_pools(
     config: EngineConfig, pools: PoolSizes, sizes: PageSizes, *, num_tokens: int, is_on_gpu: bool
 ) -> PoolSizes:
@@ -102,8 +112,7 @@ def _default_host_pools(
     """
     if is_on_gpu:
         return pools
-    on_device = sizes.num_bytes(pools) * config.tensor_parallel_size
-    memory = min(_HOST_DEFAULT, int(available_host_memory() * _HOST_SHARE), _HOST_RATIO * on_device)
+    memory = default_swap_space(sizes.num_bytes(pools) * config.tensor_parallel_size)
     with_host = _with_host(config, pools, sizes, memory, num_tokens)
     if with_host.num_host_blocks < 1:
         return pools

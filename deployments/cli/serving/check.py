@@ -108,14 +108,26 @@ def _engine(config: AppConfig, capacity: Capacity) -> Iterator[tuple[str, str]]:
         f"{capacity.num_blocks:,} blocks of {capacity.block_size} = {tokens:,} tokens in {_size(capacity.kv_bytes)}: "
         f"{fit:.1f} requests of full length",
     )
-    if options.swap_space_gib:
-        yield "host cache", f"{options.swap_space_gib:g} GiB for preempted requests and evicted prefixes"
+    if host_bytes := _host_bytes(config, capacity):
+        yield "host cache", f"{_size(host_bytes)} for preempted requests and evicted prefixes"
+    if options.disk_cache_path is not None:
+        yield "disk cache", f"{options.disk_cache_gib:g} GiB of each engine in {options.disk_cache_path}"
+
+
+def _host_bytes(config: AppConfig, capacity: Capacity) -> int:
+    """Return the bytes of an engine's host pools."""
+    swap_space_gib = config.engine_config.swap_space_gib
+    if swap_space_gib is not None:
+        return int(swap_space_gib * GIB)
+    from engine.worker.memory import default_swap_space  # imports torch
+
+    return default_swap_space(capacity.kv_bytes or 0) if capacity.device.startswith("cpu") else 0
 
 
 def _memory(config: AppConfig, capacity: Capacity) -> Iterator[tuple[str, str]]:
     if capacity.weight_bytes is None or capacity.kv_bytes is None or not capacity.device.startswith("cpu"):
         return
-    one = capacity.weight_bytes + capacity.kv_bytes + int((config.engine_config.swap_space_gib or 0) * GIB)
+    one = capacity.weight_bytes + capacity.kv_bytes + _host_bytes(config, capacity)
     engines = config.replicas.num_engine_replicas
     yield "memory", f"{_size(one * engines)} for weights and caches of all engines, beside Python, torch and Ray"
 

@@ -64,8 +64,10 @@ class PageTransfer:
         """Return how fast KV has come from the disk, if there is one, and from the latest peers, for load reports."""
         disk = self._tiers.meter.rates.get("disk")
         peers = () if self.client is None else self.client.rates.latest()
-        own = () if disk is None or not disk.tokens_per_s else (SourceRate("", 0.0, disk.tokens_per_s),)
-        return (own + peers)[:MAX_SOURCE_RATES]
+        if disk is None or not disk.num_transfers:
+            return peers[:MAX_SOURCE_RATES]
+        own = SourceRate("", 0.0, disk.tokens_per_s, disk.num_transfers)
+        return (own, *peers)[:MAX_SOURCE_RATES]
 
     def drain(self) -> None:
         """Wait a short time for what other replicas are reading. The engine must still run."""

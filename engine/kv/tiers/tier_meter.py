@@ -31,12 +31,16 @@ class Rate:
 
     Args:
         clock: monotonic seconds.
+
+    Attributes:
+        num_transfers: that were measured.
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
         self._measured_at: float | None = None
         self._tokens = self._bytes = self._seconds = 0.0
+        self.num_transfers = 0
 
     def record(self, num_tokens: int, num_bytes: int, seconds: float) -> None:
         """Take in one transfer."""
@@ -46,6 +50,7 @@ class Rate:
         self._bytes = _KEPT * self._bytes + num_bytes
         self._seconds = _KEPT * self._seconds + seconds
         self._measured_at = self._clock()
+        self.num_transfers += 1
 
     @property
     def tokens_per_s(self) -> float:

@@ -63,7 +63,7 @@ def test_replicas_for_which_the_machine_has_no_room() -> None:
 def test_autoscaling_and_a_cache_on_the_host() -> None:
     facts = _facts(autoscaling={"max_replicas": 4, "min_replicas": 0}, engine={"swap_space_gib": 0.5, "num_blocks": 64})
     assert facts["replicas"].endswith("autoscaling from 0 to 4 engines")
-    assert facts["host cache"].startswith("0.5 GiB")
+    assert facts["host cache"].startswith("512.0 MiB")
     assert facts["KV cache"].startswith("64 blocks of 16 = 1,024 tokens")
 
 
