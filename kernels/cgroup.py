@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["NO_LIMIT", "available_cpus", "available_memory"]
+__all__ = ["NO_LIMIT", "available_cpus", "available_memory", "machine_cpus"]
 
 ROOT = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")  # lines such as `0::/user.slice` (version 2) or `4:cpu,cpuacct:/docker/1f`
@@ -37,6 +37,11 @@ def available_cpus(root: Path | None = None, membership: Path | None = None) -> 
     """
     groups = _groups("cpu", root or ROOT, membership or MEMBERSHIP)
     return max(1, int(min([_affinity(), *map(_cpu_quota, groups)])))
+
+
+def machine_cpus() -> int:
+    """Return how many CPUs the machine has, whether this process may use them or not; 1 if the system does not say."""
+    return os.cpu_count() or 1
 
 
 def available_memory(root: Path | None = None, membership: Path | None = None) -> int:

@@ -131,10 +131,10 @@ class SseReader:
                     break
                 self._chunk = int(data[at:end].partition(b";")[0], 16)
                 at = end + 2
+            if size - at < self._chunk + 2:  # also of the last one: its line break may come later
+                break
             if not self._chunk:  # the last one; trailers are not expected
                 self.is_done = True
-                break
-            if size - at < self._chunk + 2:
                 break
             self._take(data[at : at + self._chunk], now)
             at += self._chunk + 2

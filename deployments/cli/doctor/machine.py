@@ -17,7 +17,7 @@ from pathlib import Path
 from urllib.request import getproxies_environment
 
 from deployments.cli.doctor.finding import Finding, State
-from kernels.cgroup import available_cpus, available_memory
+from kernels.cgroup import available_cpus, available_memory, machine_cpus
 
 __all__ = [
     "check_clock",
@@ -45,7 +45,7 @@ _UNSYNCHRONISED = 5  # what adjtimex(2) returns for TIME_ERROR
 
 def check_cpu() -> Iterable[Finding]:
     """Check how many CPUs there are, and with which instructions the C kernels compute."""
-    usable, all_of_them = available_cpus(), os.cpu_count() or 1
+    usable, all_of_them = available_cpus(), machine_cpus()
     less = "" if usable == all_of_them else f" of {all_of_them}, as affinity or the cgroup's quota says"
     yield Finding("CPUs", State.OK, f"{usable}{less}")
     flags = _cpu_flags()

@@ -28,16 +28,21 @@ def test_a_conversation_in_a_terminal(fake: FakeServer, tmp_path: Path) -> None:
         terminal.type("Count!\r")
         at = terminal.wait_for("one two three", after=at)
         at = terminal.wait_for("3 tokens · 32 of 40 prompt tokens cached)", after=at)
+        at = terminal.wait_for("you> ", after=at)
         terminal.type("/tools on\r")
-        terminal.wait_for("tools are on", after=at)
+        at = terminal.wait_for("tools are on", after=at)
+        at = terminal.wait_for("you> ", after=at)
         fake.deltas = [[CALL], ["[42] ", "b:x"]]  # the second has what rich would take for markup
         terminal.type("How much?\r")
         at = terminal.wait_for('[calls calculator {"expression": "6*7"}]', after=at)
         at = terminal.wait_for("[42] b:x", after=at)
+        at = terminal.wait_for("you> ", after=at)
         terminal.type(f"/save {file}\r")
         at = terminal.wait_for("6 messages are in", after=at)
+        at = terminal.wait_for("you> ", after=at)
         terminal.type("/sytem x\r")
-        terminal.wait_for("'/sytem x' is not a command; /help shows them", after=at)
+        at = terminal.wait_for("'/sytem x' is not a command; /help shows them", after=at)
+        terminal.wait_for("you> ", after=at)
         terminal.type("\x04")
         assert terminal.wait() == 0
     first, second, third = (body for _, body in fake.requests)
@@ -60,8 +65,10 @@ def test_an_interrupted_answer_ends_and_the_chat_goes_on(fake: FakeServer) -> No
         terminal.wait_for("begin")
         terminal.interrupt()
         at = terminal.wait_for("stopped)")
+        at = terminal.wait_for("you> ", after=at)
         terminal.type("/history\r")
-        terminal.wait_for("assistant: begin", after=at)
+        at = terminal.wait_for("assistant: begin", after=at)
+        terminal.wait_for("you> ", after=at)
         terminal.type("/quit\r")
         assert terminal.wait() == 0
 
@@ -72,8 +79,11 @@ def test_an_error_of_the_server_is_shown_and_the_question_forgotten(fake: FakeSe
         at = terminal.wait_for("you> ")
         terminal.type("Go\r")
         terminal.wait_for("pagoda: ", after=at)
-        terminal.wait_for("answers 400: refused; ask for less than 9", after=at)
-        terminal.type("/history\r/quit\r")
+        at = terminal.wait_for("answers 400: refused; ask for less than 9", after=at)
+        at = terminal.wait_for("you> ", after=at)
+        terminal.type("/history\r")
+        terminal.wait_for("you> ", after=at)
+        terminal.type("/quit\r")
         assert terminal.wait() == 0
     assert "user: Go" not in terminal.text
 
