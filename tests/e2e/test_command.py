@@ -58,6 +58,7 @@ def test_chat_shows_the_cached_tokens_of_the_second_answer(server: Server) -> No
         for question in ("What is a KV cache?", "Can you give an example?"):
             terminal.type(f"{question}\r")
             at = terminal.wait_for("prompt tokens cached)", after=at)
+            at = terminal.wait_for("you> ", after=at)
         terminal.type("/quit\r")
         assert terminal.wait() == 0
     [second] = re.findall(r"(\d+) of \d+ prompt tokens cached", terminal.text)[1:]
