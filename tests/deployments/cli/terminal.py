@@ -52,6 +52,7 @@ class Terminal:
             stdout=side,
             stderr=side,
             start_new_session=True,
+            preexec_fn=_heed_interrupts,
         )
         os.close(side)
         self.raw = ""
@@ -102,6 +103,11 @@ class Terminal:
             return False
         self.raw += data.decode(errors="replace")
         return bool(data)
+
+
+def _heed_interrupts() -> None:
+    """Undo what a shell that has started the tests in the background passes on: Ctrl-C ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def unwrapped(text: str) -> str:
