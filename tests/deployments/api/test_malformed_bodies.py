@@ -51,7 +51,13 @@ SCORE: dict[str, Any] = {"text_1": "a", "text_2": ["b", "the cache"], "model": "
 RERANK: dict[str, Any] = {
     "query": "a", "documents": ["b", {"text": "the cache"}], "top_n": 1, "return_documents": True, "model": "tiny",
 }  # fmt: skip
+BATCH: dict[str, Any] = {
+    "input_file_id": "file-0", "endpoint": "/v1/completions", "completion_window": "24h", "metadata": {"a": "b"},
+    "output_expires_after": {"anchor": "created_at", "seconds": 3600},
+}  # fmt: skip
 BODIES: dict[str, list[dict[str, Any]]] = {
+    "/v1/batches": [BATCH],
+    "/v1/files": [{"purpose": "batch", "file": "a"}],  # which is no form
     "/v1/chat/completions": [CHAT],
     "/v1/completions": [COMPLETION],
     "/v1/responses": [RESPONSE],
