@@ -28,6 +28,7 @@ from deployments.web.live_view import EngineSnapshot
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig, EngineInfo
 from engine.engine import Engine
+from engine.kv.tiers.tiers import Tiers
 from engine.observability.logs import forward_logs
 from engine.observability.metrics import METRICS
 from engine.pooling.config import PoolingConfig
@@ -54,7 +55,7 @@ class EngineReplica:
         # This node's address in the cluster: ingresses on other nodes connect to it.
         host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         self._publisher = KVEventPublisher(self._name, host)
-        self._inner: Engine | None = None
+        self._tiers: Tiers | None = None
         self._engine = in_yielding_thread(config, partial(self._start_engine, config, pooling))
         # Serve calls the constructor on the event loop that runs this replica's code.
         self._channel = ChannelServer(
@@ -73,18 +74,16 @@ class EngineReplica:
             pools = PoolingEngine.from_config(config, pooling, sink=self._recorder)
             return AsyncEngine(pools, on_load=self._publisher.publish_load)
         engine = Engine.from_config(config, sink=self._recorder, on_kv_events=self._publisher.publish_events)
-        self._inner = engine
+        self._tiers = engine.tiers
         started = AsyncEngine(engine, on_load=self._publisher.publish_load)
         started.load_grammar_compiler()
         return started
 
     def _start_transfer(self, config: EngineConfig, host: str) -> PageTransfer | None:
         """Exchange KV pages with the other replicas, if the engine has a host pool and the options allow it."""
-        if self._inner is None or self._inner.tiers is None or config.kv_transfer is False:
+        if self._tiers is None or config.kv_transfer is False:
             return None
-        transfer = PageTransfer(self._engine, self._inner.tiers, host, self._recorder)
-        self._inner.meter.source_rates = transfer.source_rates
-        return transfer
+        return PageTransfer(self._engine, self._tiers, host, self._recorder)
 
     async def info(self) -> EngineInfo:
         """Return the engine's description: block size, context length, vocabulary and the like."""

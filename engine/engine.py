@@ -94,6 +94,7 @@ class Engine:
         )
         if self.tiers is not None:
             self.observers.members.append(self.tiers)
+            self.meter.source_rates = self.tiers.source_rates
             self.observers.state_changed()  # what an earlier run has left on the disk
         compiler = GrammarCompiler(info.model, info.vocab_size, info.eos_token_ids)
         self.grammars = GrammarService(compiler, on_rejected=self.observers.request_rejected)
@@ -202,7 +203,7 @@ class Engine:
         self._num_arrived += 1
         self._groups[request.request_id] = group
         self.observers.request_added(group, monotonic() if arrived is None else arrived)
-        if self.tiers is None or not self.tiers.hold_back(group):
+        if self.tiers is None or not self.tiers.fetching.defer(group):
             self.scheduler.add(group)
         return group
 

@@ -22,7 +22,7 @@ from benchmarks.routing.traces import BLOCK_SIZE
 __all__ = ["Transfers"]
 
 LEAST_WAIT_S = 0.25
-PATIENCE = 1.25  # times what computing takes
+WAIT_FACTOR = 1.25  # times what computing takes
 
 
 @dataclass(eq=False)
@@ -87,8 +87,8 @@ class Transfers:
         settings = target.settings
         block_s = max(1e-12, BLOCK_SIZE * settings.token_bytes / settings.pull_bytes_per_s)
         starts = max(now, self._out.get(source.name, 0.0), self._in.get(target.name, 0.0))
-        patience_s = max(LEAST_WAIT_S, PATIENCE * len(blocks) * BLOCK_SIZE / settings.prefill_rate)
-        ends = min(starts + len(blocks) * block_s, now + patience_s)
+        wait_s = max(LEAST_WAIT_S, WAIT_FACTOR * len(blocks) * BLOCK_SIZE / settings.prefill_rate)
+        ends = min(starts + len(blocks) * block_s, now + wait_s)
         num_come = max(0, int((ends - starts) / block_s + 1e-6))
         if ends > starts:
             self._out[source.name] = self._in[target.name] = ends

@@ -1,7 +1,8 @@
 """SourceRates: how fast each replica has fetched KV from its disk and from each peer, as its load reports say.
 
 A pair that has not been measured lately has the mean of the replica's other peers, and that of the cluster if it has
-none. What is still unknown has no rate: nothing is fetched because of a guess.
+none. What is still unknown has no rate, and nothing is fetched, except that a request now and then tries a peer to find
+it out (``may_guess``).
 """
 
 from __future__ import annotations

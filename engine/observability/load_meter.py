@@ -32,8 +32,8 @@ class LoadMeter(EngineObserver):
         clock: monotonic seconds.
 
     Attributes:
-        source_rates: returns how fast KV has come from each source, the latest ``MAX_SOURCE_RATES``. What fetches KV
-            sets it.
+        source_rates: returns how fast KV has come from each source, the latest ``MAX_SOURCE_RATES``. An engine
+            with tiers sets it.
     """
 
     def __init__(

@@ -51,13 +51,13 @@ class _Mask:
     def reach(self) -> tuple[int | None, int | None] | None:
         """How many tokens before and after its own a token sees, None: all; or None if it does not see neighbours."""
         own = torch.arange(self._longest, device=self._device)
-        behind = int(self._seen[-1].sum()) - 1  # of the last token, as the first one sees what is ahead
-        ahead = int(self._seen[0].sum()) - 1
+        left = int(self._seen[-1].sum()) - 1  # the last token has the others to its left, the first one to its right
+        right = int(self._seen[0].sum()) - 1
         distance = own[:, None] - own[None, :]
-        if not torch.equal(self._seen, (distance <= behind) & (distance >= -ahead)):
+        if not torch.equal(self._seen, (distance <= left) & (distance >= -right)):
             return None
         most = self._longest - 1
-        return None if behind == most else behind, None if ahead == most else ahead
+        return None if left == most else left, None if right == most else right
 
     def of(self, length: int) -> tuple[torch.Tensor | None, bool]:
         """Return (mask [length, length] or None, whether it is causal) for a text of ``length`` tokens."""
@@ -134,9 +134,9 @@ def _attention(
     is_usual = query.device.type == "cpu" and head_dim == value.shape[3] and is_supported(query.dtype, head_dim)
     if is_usual and reach is not None:
         queries, keys, values = (part[0].transpose(0, 1) for part in (query, key, value))
-        scale, (behind, ahead) = head_dim**-0.5 if scaling is None else scaling, reach
+        scale, (left, right) = head_dim**-0.5 if scaling is None else scaling, reach
         texts = _texts.get().packed
-        return packed_attention(queries, keys, values, texts, behind=behind, ahead=ahead, scale=scale)[None], None
+        return packed_attention(queries, keys, values, texts, left=left, right=right, scale=scale)[None], None
     return _attention_of_torch(query, key, value, attention_mask, scaling)[None], None
 
 

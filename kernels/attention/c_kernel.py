@@ -76,8 +76,8 @@ def packed_attention(
     value: torch.Tensor,
     texts: PackedTexts,
     *,
-    behind: int | None,
-    ahead: int | None,
+    left: int | None,
+    right: int | None,
     scale: float,
 ) -> torch.Tensor:
     """Compute attention within each of several texts.
@@ -86,14 +86,14 @@ def packed_attention(
         query: [num_tokens, num_heads, head_dim].
         key: [num_tokens, num_kv_heads, head_dim]; ``value`` likewise.
         texts: made by ``PackedTexts.of``.
-        behind: tokens before its own that a token sees; None: all.
-        ahead: tokens after its own that it sees; None: all.
+        left: tokens before its own that a token sees; None: all.
+        right: tokens after its own that it sees; None: all.
         scale: of the scores.
 
     Returns:
         [num_tokens, num_heads, head_dim]. A text's numbers have the same bits whatever the other texts are.
     """
-    windows = 0 if behind is None else behind + 1, 0, _INT32_MAX if ahead is None else ahead
+    windows = 0 if left is None else left + 1, 0, _INT32_MAX if right is None else right
     keys, values = key.unsqueeze(1).contiguous(), value.unsqueeze(1).contiguous()
     return _attend(query, keys, values, query.shape[2], texts, windows, scale, 0.0)
 
@@ -108,7 +108,7 @@ def _attend(
     scale: float,
     softcap: float,
 ) -> torch.Tensor:
-    """Call the kernel; ``windows`` are its sliding_window, chunk and ahead."""
+    """Call the kernel; ``windows`` are its sliding_window, chunk and right."""
     query = query.contiguous()
     _check(query, key_cache, value_cache, texts)
     output = query.new_empty(*query.shape[:2], value_dim)

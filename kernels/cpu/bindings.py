@@ -85,7 +85,7 @@ class CAttentionCall(ctypes.Structure):
     _fields_ = (
         *_fields(_POINTER, "output", "query", "key_cache", "value_cache", "cu_seqlens_q", "seq_lens", "block_tables"),
         *_fields(_INT32, "num_seqs", "max_blocks", "num_heads", "num_kv_heads", "head_dim", "value_dim"),
-        *_fields(_INT32, "block_size", "sliding_window", "chunk", "ahead", "is_bf16"),
+        *_fields(_INT32, "block_size", "sliding_window", "chunk", "right", "is_bf16"),
         *_fields(_FLOAT, "scale", "softcap"),
     )
 

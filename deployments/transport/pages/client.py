@@ -19,6 +19,7 @@ from deployments.transport.pages.rates import PeerRates
 from deployments.transport.pages.wire import PeerGoneError, PeerStalledError, Wire
 from engine.errors import ConfigError
 from engine.kv.tiers.source import ArrivalSink, WantedPrefix
+from engine.observability.load import SourceRate
 from engine.request import KVSource
 
 __all__ = ["PageClient"]
@@ -27,7 +28,7 @@ logger = logging.getLogger("ray.serve")
 
 MAX_FETCHES: Final = 8  # at a time; a further prompt is computed
 FLOOR_S: Final = 2.0  # least deadline: the source may be in a long step
-PATIENCE: Final = 4.0  # times longer than expected that the bytes may take
+TIMEOUT_FACTOR: Final = 4.0  # times longer than expected that the bytes may take
 UNMEASURED_BYTES_PER_S: Final = 1e8
 
 
@@ -40,13 +41,13 @@ class PageClient:
 
     Attributes:
         name: of this source, in metrics.
-        rates: how fast pages have come from each peer.
+        peer_rates: how fast pages have come from each peer.
     """
 
     name = "peer"
 
     def __init__(self, page_format: Mapping[str, str], bytes_per_token: float) -> None:
-        self.rates = PeerRates()
+        self.peer_rates = PeerRates()
         self._bytes_per_token = bytes_per_token
         self._peers = Peers(page_format)
         self._threads = ThreadPoolExecutor(MAX_FETCHES, thread_name_prefix="page-client")
@@ -65,6 +66,10 @@ class PageClient:
     def seconds(self, num_tokens: int) -> float | None:
         """Return None: peers differ, and the router has compared the one that it named."""
         return None
+
+    def rates(self) -> tuple[SourceRate, ...]:
+        """Return the rates of the peers that were used last."""
+        return self.peer_rates.latest()
 
     def fetch(self, wanted: WantedPrefix, sink: ArrivalSink) -> None:
         """Start to receive the blocks that the sink has pages for."""
@@ -90,7 +95,7 @@ class PageClient:
         """Run a fetch, and say how it has ended."""
         error: str | None = "io"
         try:
-            error = fetch.run(monotonic() + self._patience_s(fetch))
+            error = fetch.run(monotonic() + self._timeout_s(fetch))
             self._record(fetch)
         except Exception:
             logger.exception("pages could not be fetched")
@@ -98,19 +103,19 @@ class PageClient:
             self._fetches.discard(fetch)
             fetch.sink.finished(error)
 
-    def _patience_s(self, fetch: _Fetch) -> float:
+    def _timeout_s(self, fetch: _Fetch) -> float:
         """Return how long a fetch may take: a floor, and a multiple of the time that it takes at the peer's rate."""
-        rate = self.rates.get(fetch.source.endpoint)
+        rate = self.peer_rates.get(fetch.source.endpoint)
         bytes_per_s = (rate.bytes_per_s if rate else 0) or UNMEASURED_BYTES_PER_S
         num_tokens = fetch.sink.num_blocks * fetch.wanted.chain.block_size
-        return FLOOR_S + PATIENCE * num_tokens * self._bytes_per_token / bytes_per_s
+        return FLOOR_S + TIMEOUT_FACTOR * num_tokens * self._bytes_per_token / bytes_per_s
 
     def _record(self, fetch: _Fetch) -> None:
         pulled = fetch.pulled
         if pulled.num_blocks:
             num_tokens = pulled.num_blocks * fetch.wanted.chain.block_size
             endpoint = fetch.source.endpoint
-            self.rates.record(endpoint, num_tokens, pulled.num_bytes, pulled.latency_s, pulled.transfer_s)
+            self.peer_rates.record(endpoint, num_tokens, pulled.num_bytes, pulled.latency_s, pulled.transfer_s)
 
 
 class _Fetch:

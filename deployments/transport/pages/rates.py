@@ -67,17 +67,14 @@ class PeerRates:
             if len(self._rates) > MAX_PEERS:
                 self._rates.popitem(last=False)
             newest = islice(reversed(self._rates.items()), MAX_SOURCE_RATES)
-            self._latest = tuple(SourceRate(name, rate.latency_s, rate.tokens_per_s) for name, rate in newest)
+            self._latest = tuple(
+                SourceRate(name, rate.latency_s, rate.tokens_per_s, rate.num_transfers) for name, rate in newest
+            )
 
     def get(self, endpoint: str) -> PeerRate | None:
         """Return the rate of a peer; None: it was never used."""
         with self._lock:
             return self._rates.get(endpoint)
-
-    def table(self) -> dict[str, PeerRate]:
-        """Return the rate of every peer, the one that was used last at the end."""
-        with self._lock:
-            return dict(self._rates)
 
     def latest(self) -> tuple[SourceRate, ...]:
         """Return the peers that were used last as a load report has them. It costs nothing."""

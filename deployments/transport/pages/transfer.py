@@ -19,7 +19,6 @@ from engine.kv.tiers.departures import Lease
 from engine.kv.tiers.digests import TokenChain
 from engine.kv.tiers.page_format import FORMAT_VERSION, PageFormat
 from engine.kv.tiers.tiers import Tiers
-from engine.observability.load import MAX_SOURCE_RATES, SourceRate
 from engine.observability.metrics import MetricSink
 
 __all__ = ["EngineLender", "PageTransfer", "described"]
@@ -59,15 +58,6 @@ class PageTransfer:
     def wait_until_open(self) -> None:
         """Wait until pages can be sent and received."""
         self._thread.join()
-
-    def source_rates(self) -> tuple[SourceRate, ...]:
-        """Return how fast KV has come from the disk, if there is one, and from the latest peers, for load reports."""
-        disk = self._tiers.meter.rates.get("disk")
-        peers = () if self.client is None else self.client.rates.latest()
-        if disk is None or not disk.num_transfers:
-            return peers[:MAX_SOURCE_RATES]
-        own = SourceRate("", 0.0, disk.tokens_per_s, disk.num_transfers)
-        return (own, *peers)[:MAX_SOURCE_RATES]
 
     def drain(self) -> None:
         """Wait a short time for what other replicas are reading. The engine must still run."""

@@ -146,7 +146,7 @@ class Departures:
             The lease; None if memory does not hold block ``first_block``, or the host pool has no room for it, and then
             ``on_ready`` is not called.
         """
-        match = self._pages.match(chain)
+        match = self._pages.cache.match(chain)
         room = min(num_blocks, self._max_blocks - self._num_blocks)
         held = self._pages.pin(match, range(first_block, min(first_block + room, match.num_blocks)))
         if not held:

@@ -39,7 +39,7 @@ class FetchPlan:
         self._blocks, self._attached = pages.blocks, pages.attached
         self._size = size = chain.block_size
         self._last_position = sequence.num_tokens - 1
-        self.match = pages.match(sequence)
+        self.match = pages.cache.match(sequence)
         resumed = self._blocks.match_prefix(sequence) if self._attached else self.match
         self.first_block = -(-resumed.num_resumed // size)
         self.last_block = self._last_position // size if self._blocks.states is not None else chain.num_blocks

@@ -1,6 +1,6 @@
 """Fetching: requests whose prefix lies in a source wait, outside the scheduler, until its pages are in host memory.
 
-    queue_request -> hold_back ... pages arrive, or the deadline passes ... scheduler.add -> admitted -> pages unpinned
+    queue_request -> defer ... pages arrive, or the deadline passes ... scheduler.add -> admitted -> pages unpinned
 
 A request waits at most about as long as its blocks would take to be computed. So a source that stalls makes it take
 twice as long, at worst. What has arrived by then is used, and the rest is computed. Nothing is fetched that is expected
@@ -98,7 +98,7 @@ class Fetching:
         """Requests that wait for pages."""
         return len(self._fetches) + len(self._followed)
 
-    def hold_back(self, group: SequenceGroup) -> bool:
+    def defer(self, group: SequenceGroup) -> bool:
         """Let a request wait for pages if a source has some that memory lacks; False: it is to be queued now."""
         sources = [source for source in self.sources if source.may_help(group.request.kv_source)]
         if not sources or group.wants_prompt_logprobs or not self._pages.blocks.enable_prefix_caching:
@@ -192,7 +192,7 @@ class Fetching:
         self._kept[fetch.group.request_id] = arrival
         self._start(fetch.group)
         for group in fetch.followers:
-            if self._followed.pop(group.request_id, None) is not None and not self.hold_back(group):
+            if self._followed.pop(group.request_id, None) is not None and not self.defer(group):
                 self._start(group)
 
 

@@ -26,6 +26,7 @@ class HostPages:
         kinds: of pages.
 
     Attributes:
+        cache: matches the blocks of a text that memory holds, on the device and then on the host.
         pools: the host pool of each kind.
         attached: the pages of each kind after blocks: those of windows, then snapshots.
     """
@@ -46,10 +47,6 @@ class HostPages:
     def has_copies(self) -> bool:
         """Whether a step must run, because pages are to be copied."""
         return any(pool.has_copies for pool in self.pools)
-
-    def match(self, text: HashedTokens) -> PrefixMatch:
-        """Return the blocks of a text that memory holds, on the device and then on the host; all of them."""
-        return self.cache.match(text)
 
     def kinds_held(self, match: PrefixMatch, index: int) -> list[int]:
         """Return the kinds of pages that memory holds of block ``index`` of a match."""
@@ -115,7 +112,7 @@ class HostPages:
             Blocks of the text that are in memory now, all kinds of ``pages`` included; 0 if the blocks before
             ``first_block`` are not.
         """
-        match, size = self.match(text), self.blocks.block_size
+        match, size = self.cache.match(text), self.blocks.block_size
         if match.num_blocks < first_block:
             return 0
         parent: int | str = match.block(first_block - 1).content_id if first_block else text.cache_key

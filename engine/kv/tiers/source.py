@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.kv.tiers.digests import TokenChain
+from engine.observability.load import SourceRate
 from engine.request import KVSource
 
 __all__ = ["FETCH_ERRORS", "ArrivalSink", "PrefixSource", "WantedPrefix"]
@@ -103,6 +104,9 @@ class PrefixSource(Protocol):
 
     def seconds(self, num_tokens: int) -> float | None:
         """Return how long it is expected to take to fetch this many tokens; None: nothing was measured lately."""
+
+    def rates(self) -> Sequence[SourceRate]:
+        """Return how fast pages have come from here lately, for load reports. Called after each step: it is cheap."""
 
     def fetch(self, wanted: WantedPrefix, sink: ArrivalSink) -> None:
         """Begin to fill ``sink``. The source must call ``sink.finished``, also if it fails."""

@@ -1,7 +1,7 @@
 """Tiers: the places outside memory from which KV comes and to which it goes, for one engine.
 
-It joins the parts of this folder, and tells them what happens in the engine. A disk is one such place; the transport of
-a deployment adds another, which reads from other engines and serves leases to them.
+It joins the parts of this folder, and passes on to them what happens in the engine. A disk is one such place; the
+transport of a deployment adds another, which reads from other engines and serves leases to them.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from engine.kv.tiers.model_digest import model_digest
 from engine.kv.tiers.page_format import PageFormat
 from engine.kv.tiers.step_clock import StepClock
 from engine.kv.tiers.tier_meter import TierMeter
+from engine.observability.load import MAX_SOURCE_RATES, SourceRate
 from engine.observability.metrics import MetricSink
 from engine.observability.observer import EngineObserver
 from engine.scheduling.scheduler import Scheduler
@@ -72,7 +73,6 @@ class Tiers(EngineObserver):
     ) -> None:
         self._config, self._info = config, info
         self._memory = memory
-        self._blocks = blocks
         self.inbox = StepInbox()
         self.steps = StepClock()
         self.pages = HostPages(blocks, memory.kinds)
@@ -140,12 +140,12 @@ class Tiers(EngineObserver):
         else:
             self.inbox.run()
 
-    def hold_back(self, group: SequenceGroup) -> bool:
-        """Let a request wait for pages; False: it is to be queued now. See ``Fetching.hold_back``."""
-        return self.fetching.hold_back(group)
+    def source_rates(self) -> tuple[SourceRate, ...]:
+        """Return how fast pages have come from each source lately, for load reports."""
+        return tuple(rate for source in self.fetching.sources for rate in source.rates())[:MAX_SOURCE_RATES]
 
     def reset(self, *, step_failed: bool) -> None:
-        """Take notice that the prefix cache was reset.
+        """Follow a reset of the prefix cache.
 
         Args:
             step_failed: what the disk holds stays valid; otherwise the weights have changed.

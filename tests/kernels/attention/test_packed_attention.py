@@ -23,12 +23,12 @@ def parts(num_tokens: int, heads: tuple[int, int], head_dim: int, dtype: torch.d
 
 
 def expected(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, behind: int | None, ahead: int | None, scale: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, left: int | None, right: int | None, scale: float
 ) -> torch.Tensor:
     """Compute one text in float64."""
     distance = torch.arange(len(query))[:, None] - torch.arange(len(query))
-    seen = (distance <= (len(query) if behind is None else behind)) & (
-        -distance <= (len(query) if ahead is None else ahead)
+    seen = (distance <= (len(query) if left is None else left)) & (
+        -distance <= (len(query) if right is None else right)
     )
     group = query.shape[1] // key.shape[1]
     keys, values = (part.double().repeat_interleave(group, dim=1) for part in (key, value))
@@ -39,21 +39,21 @@ def expected(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "head_dim"), [((12, 12), 32), ((4, 2), 64), ((3, 1), 128)])
-@pytest.mark.parametrize(("behind", "ahead"), REACHES)
+@pytest.mark.parametrize(("left", "right"), REACHES)
 def test_equals_float64(
-    behind: int | None, ahead: int | None, heads: tuple[int, int], head_dim: int, dtype: torch.dtype
+    left: int | None, right: int | None, heads: tuple[int, int], head_dim: int, dtype: torch.dtype
 ) -> None:
     query, key, value = parts(sum(LENGTHS), heads, head_dim, dtype)
     scale = head_dim**-0.5
-    output = packed_attention(query, key, value, PackedTexts.of(LENGTHS), behind=behind, ahead=ahead, scale=scale)
+    output = packed_attention(query, key, value, PackedTexts.of(LENGTHS), left=left, right=right, scale=scale)
     starts = [sum(LENGTHS[:i]) for i in range(len(LENGTHS) + 1)]
     for start, end in pairwise(starts):
         text = [part[start:end] for part in (query, key, value)]
-        right = expected(*text, behind, ahead, scale)
+        exact = expected(*text, left, right, scale)
         torch.testing.assert_close(
-            output[start:end].double(), right, atol=2e-6 if dtype == torch.float32 else 2e-2, rtol=0
+            output[start:end].double(), exact, atol=2e-6 if dtype == torch.float32 else 2e-2, rtol=0
         )
-        alone = packed_attention(*text, PackedTexts.of([end - start]), behind=behind, ahead=ahead, scale=scale)
+        alone = packed_attention(*text, PackedTexts.of([end - start]), left=left, right=right, scale=scale)
         assert torch.equal(alone, output[start:end])
 
 
@@ -61,7 +61,7 @@ def test_transposed_inputs() -> None:
     query, key, value = (
         part.transpose(0, 1).contiguous().transpose(0, 1) for part in parts(40, (4, 4), 32, torch.float32)
     )
-    output = packed_attention(query, key, value, PackedTexts.of([15, 25]), behind=None, ahead=None, scale=0.2)
+    output = packed_attention(query, key, value, PackedTexts.of([15, 25]), left=None, right=None, scale=0.2)
     torch.testing.assert_close(
         output[15:].double(), expected(query[15:], key[15:], value[15:], None, None, 0.2), atol=2e-6, rtol=0
     )

@@ -30,6 +30,7 @@ from engine.kv.tiers.inbox import StepInbox
 from engine.kv.tiers.page_format import PageFormat
 from engine.kv.tiers.source import ArrivalSink, WantedPrefix
 from engine.kv.tiers.tier_meter import TierMeter
+from engine.observability.load import SourceRate
 from engine.request import KVSource
 
 __all__ = ["DiskTier"]
@@ -147,6 +148,11 @@ class DiskTier:
     def seconds(self, num_tokens: int) -> float | None:
         """Return how long reading takes: see ``PrefixSource``."""
         return self._meter.rate(self.name).expected_seconds(num_tokens)
+
+    def rates(self) -> Sequence[SourceRate]:
+        """Return the rate of reads as the requests that waited have seen it; nothing before the first one."""
+        rate = self._meter.rate(self.name)
+        return (SourceRate("", 0.0, rate.tokens_per_s, rate.num_transfers),) if rate.num_transfers else ()
 
     def fetch(self, wanted: WantedPrefix, sink: ArrivalSink) -> None:
         """Begin to read pages: see ``PrefixSource``."""
@@ -294,7 +300,7 @@ class DiskTier:
     # --- the whole ----------------------------------------------------------------------------------------------
 
     def reset(self, *, keeps_content: bool) -> None:
-        """Take notice that the prefix cache was reset, which also tells routers that nothing is saved.
+        """Follow a reset of the prefix cache, whose event also says that nothing is saved.
 
         Args:
             keeps_content: the disk still holds what it says.

@@ -81,7 +81,7 @@ class Saver:
 
     def _first_lacking(self, chain: TokenChain) -> int | None:
         """Return the next block of which memory has a page that the disk lacks."""
-        match = self._pages.match(chain)
+        match = self._pages.cache.match(chain)
         for index in range(self._position, min(match.num_blocks, self._disk.max_blocks)):
             if self._disk.lacks(chain, index, 0):
                 return index

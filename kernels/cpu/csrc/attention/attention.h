@@ -16,7 +16,7 @@ typedef struct {
     int32_t num_seqs, max_blocks, num_heads, num_kv_heads, head_dim, value_dim, block_size;
     int32_t sliding_window;   /* 0: none; else a query at p sees keys j with p - j < sliding_window */
     int32_t chunk;            /* 0: none; else it sees keys from p / chunk * chunk on */
-    int32_t ahead;            /* it sees keys up to p + ahead of its sequence; 0: attention is causal */
+    int32_t right;            /* it sees keys up to p + right of its sequence; 0: attention is causal */
     int32_t is_bf16;          /* else float32 */
     float scale;
     float softcap;            /* C of C * tanh(score / C), which replaces each score; 0: none */

@@ -39,7 +39,7 @@ INLINE int32_t first_key_of(const pagoda_attention_call *call, int32_t position)
 
 /* The key after the last that a query at `position` sees. */
 INLINE int32_t end_key_of(const pagoda_attention_call *call, int32_t position, int32_t seq_len) {
-    return call->ahead < seq_len - position ? position + call->ahead + 1 : seq_len;
+    return call->right < seq_len - position ? position + call->right + 1 : seq_len;
 }
 
 /* What a row's sums so far, and those of the next tile, are multiplied by before they are added: each is relative to

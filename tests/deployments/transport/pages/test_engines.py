@@ -50,9 +50,9 @@ async def test_pulled_blocks_have_the_bits_and_give_the_tokens_of_computed_ones(
         assert await target.answer(prompt, GREEDY, source.source(88)) == expected[GREEDY]  # now it is its own
         assert target.num_fetched == 88
         await until_in_loop(lambda: source.is_clean() and target.is_clean(), "every page is free")
-        (rate,) = target.transfer.source_rates()
+        (rate,) = target.tiers.source_rates()
         assert rate.source == source.transfer.address.endpoint
-        assert source.transfer.source_rates() == ()
+        assert source.tiers.source_rates() == ()
         assert source.count("kv_tier_tokens", "peer", "out") == 88
         assert source.count("kv_tier_bytes", "peer", "out") == target.count("kv_tier_bytes", "peer", "in") > 0
 

@@ -38,9 +38,8 @@ def test_the_least_recently_used_peers_are_forgotten() -> None:
         rates.record(str(number), 1, 1, 0.1, 0.1)
     rates.record("0", 1, 1, 0.1, 0.1)
     rates.record("new", 1, 1, 0.1, 0.1)
-    assert len(rates.table()) == MAX_PEERS
-    assert rates.get("1") is None
-    assert rates.get("0") is not None
+    names = [*map(str, range(MAX_PEERS)), "new"]
+    assert [name for name in names if rates.get(name) is None] == ["1"]
 
 
 def test_a_load_report_has_the_peers_that_were_used_last() -> None:
@@ -52,4 +51,4 @@ def test_a_load_report_has_the_peers_that_were_used_last() -> None:
     latest = rates.latest()
     assert [rate.source for rate in latest][:3] == ["3", str(MAX_SOURCE_RATES + 1), str(MAX_SOURCE_RATES)]
     assert len(latest) == MAX_SOURCE_RATES
-    assert latest[0] == SourceRate("3", 0.5, 5.0)
+    assert latest[0] == SourceRate("3", 0.5, 5.0, 2)

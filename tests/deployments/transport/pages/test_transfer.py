@@ -51,7 +51,7 @@ def test_many_small_pages_and_large_ones() -> None:
         sink = sink_for(large)
         assert both.fetch(sink) is None
         assert sink.pages() == large
-        rate = both.client.rates.get(both.server.address.endpoint)
+        rate = both.client.peer_rates.get(both.server.address.endpoint)
         assert rate is not None
         assert rate.num_transfers == 1
         assert rate.bytes_per_s > 0 < rate.latency_s

@@ -1,7 +1,7 @@
 """Random requests on an engine with a disk cache: every read is right, every answer undisturbed, nothing stays pinned.
 
 Three thousand steps in `make test`, 100,000 in `make test-all`, half of them with windows and states as well. Reads and
-writes end in a random order, bits flip, leases expire, requests lose their patience, and each engine is followed by
+writes end in a random order, bits flip, leases expire, requests give up, and each engine is followed by
 another that finds its file.
 """
 

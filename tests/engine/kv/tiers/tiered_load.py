@@ -99,7 +99,7 @@ class TieredLoad(RandomLoad):
         self.check()
 
     def disturb(self) -> None:
-        """Let reads and writes end, a request lose its patience, or a bit flip."""
+        """Let reads and writes end, a request give up, or a bit flip."""
         event = self.disk_rng.random()
         if event < 0.4:
             self.run_threads(self.disk_rng.randrange(3), self.disk_rng.randrange(3))
