@@ -36,9 +36,10 @@ class LogFollower:
         self._thread.start()
 
     def stop(self) -> None:
-        """Show the remaining lines and end the thread."""
+        """Show the remaining lines and end the thread, if it was started: a signal may have come before that."""
         self._stopped.set()
-        self._thread.join(timeout=5.0)
+        if self._thread.is_alive():
+            self._thread.join(timeout=5.0)
 
     def _run(self) -> None:
         while not self._stopped.wait(PERIOD_S):

@@ -80,3 +80,10 @@ def test_the_thread_follows_until_stop(tmp_path: Path, monkeypatch: pytest.Monke
     _append(path, "last\n")
     follower.stop()
     assert shown == ["one", "last"]
+
+
+def test_a_follower_that_was_never_started_can_be_stopped(tmp_path: Path) -> None:
+    """A signal may come between the two."""
+    shown: list[str] = []
+    LogFollower(tmp_path, shown.append).stop()
+    assert shown == []
