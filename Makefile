@@ -48,7 +48,7 @@ test: $(VENV)/.installed-test
 test-long test-exhaustive: $(VENV)/.installed-clients
 test-exhaustive: $(CONFORMANCE)/.downloaded
 test test-long test-exhaustive:
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore tests/e2e -m $(MARKED) --numprocesses 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) --ignore tests/e2e -m $(MARKED) --numprocesses 2 --dist worksteal
 	$(BIN)/python $(PYTEST) tests/e2e -m $(MARKED)
 test: MARKED := "not long and not exhaustive"
 test-long: MARKED := "long and not exhaustive"

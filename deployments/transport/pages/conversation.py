@@ -98,7 +98,7 @@ class Conversation:
         return self._leases is not None
 
     def run(self) -> str:
-        """Answer until the client goes; return why the client is refused, if it is.
+        """Answer until the client goes; return why the client is to be refused, if it is.
 
         Raises:
             OSError: the connection has ended: as Wire.
@@ -112,18 +112,23 @@ class Conversation:
                 raise PageMessageError(f"a second {type(pull).__name__}")
             self._answer(pull, monotonic() + min(pull.timeout_ms / 1000, MAX_PULL_S))
 
+    def refuse(self, reason: str) -> None:
+        """Tell the client why, instead of a welcome; raises OSError as Wire does."""
+        self._wire.send(Refusal(reason), monotonic() + HELLO_S)
+
     def _receive(self, max_bytes: int, deadline: float) -> FromClient:
         return decode_from_client(self._wire.receive(max_bytes, deadline))
 
     def _greet(self, deadline: float) -> str:
-        """Answer the Hello; return the reason of a refusal."""
+        """Welcome a client whose pages are like ours; return how they differ otherwise."""
         hello = self._receive(MAX_HELLO_BYTES, deadline)
         if not isinstance(hello, Hello):
             raise PageMessageError(f"a {type(hello).__name__} before the Hello")
         if not hmac.compare_digest(hello.secret.encode(errors="replace"), self._terms.secret.encode()):
             raise SecretError("a Hello has a wrong secret")
         reason = _difference(hello, self._terms.page_format)
-        self._wire.send(Refusal(reason) if reason else Welcome(), deadline)
+        if not reason:
+            self._wire.send(Welcome(), deadline)
         return reason
 
     def _answer(self, pull: Pull, deadline: float) -> None:

@@ -147,7 +147,8 @@ class PageServer:
     def _converse(self, wire: Wire, conversation: Conversation) -> None:
         try:
             if refusal := conversation.run():
-                self._report("refused", refusal)
+                self._report("refused", refusal)  # first: the client's log and this metric then agree at any time
+                conversation.refuse(refusal)
         except SecretError as error:
             self._report("secret", error)
         except PageMessageError as error:
