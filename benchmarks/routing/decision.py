@@ -46,7 +46,7 @@ def measure(num_replicas: int, repeats: int, seed: int = 0, *, pulls: bool = Fal
         pulls: all replicas serve pages and have measured how fast they fetch them.
     """
     rng = random.Random(seed)
-    names = [f"replica-{number:02}" for number in range(num_replicas)]
+    names = tuple(f"replica-{number:02}" for number in range(num_replicas))
     now = 100.0
     view = ClusterView(clock=lambda: now)
     view.set_replicas({name: PageAddress(f"tcp://{name}:1", "secret").metadata if pulls else {} for name in names})
@@ -79,15 +79,16 @@ def measure(num_replicas: int, repeats: int, seed: int = 0, *, pulls: bool = Fal
             dispatch = Dispatch(EngineRequest(f"{kind}{number}", tokens, params), hashes)
             started = thread_time()
             decision = view.choose(dispatch, names)
+            assert decision is not None
             between = thread_time()
-            dispatch.replica = decision.order[0]
+            dispatch.replica = decision.replica
             view.sent(dispatch, decision)
             ended = thread_time()
             view.ended(dispatch)
             # Its events confirm the blocks and later evict them, so that the size of the index stays constant.
             computed = hashes[decision.num_cached_blocks :]
-            state.stored(decision.order[0], computed)
-            state.removed(decision.order[0], computed)
+            state.stored(decision.replica, computed)
+            state.removed(decision.replica, computed)
             chosen.append(between - started)
             noted.append(ended - started)
         results["kinds"][kind] = {"choose": _percentiles(chosen), "choose and sent": _percentiles(noted)}
@@ -115,7 +116,9 @@ def _hashes(rng: random.Random, number: int) -> list[int]:
 
 
 def _rates(names: Sequence[str], rng: random.Random) -> tuple[SourceRate, ...]:
-    return tuple(SourceRate(f"tcp://{name}:1", 0.01, rng.uniform(2e4, 8e4)) for name in rng.sample(names, 8))
+    return tuple(
+        SourceRate(f"tcp://{name}:1", 0.01, rng.uniform(2e4, 8e4)) for name in rng.sample(names, min(8, len(names)))
+    )
 
 
 def _report(

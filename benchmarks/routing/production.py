@@ -12,7 +12,7 @@ from itertools import islice
 
 from benchmarks.routing.replica import Job, SimulatedReplica
 from benchmarks.routing.simulation import Cluster
-from benchmarks.routing.traces import BLOCK_SIZE
+from benchmarks.routing.traces import BLOCK_SIZE, Request, spread
 from deployments.routing.cluster_view import ClusterView
 from deployments.routing.options import RoutingOptions
 from deployments.routing.policy import Decision
@@ -109,7 +109,7 @@ class ProductionPolicy:
     def __init__(self, cluster: Cluster, options: RoutingOptions = _DEFAULTS, seed: int = 0) -> None:
         number = cluster.settings.num_ingresses
         self._ingresses = [_Ingress(cluster, options, seed * number + index) for index in range(number)]
-        self._names: list[str] = []
+        self._subsets: list[tuple[str, ...]] = []
 
     def choose(self, job: Job, now: float, avoid: Collection[str]) -> str:
         """Choose with the router of the job's ingress."""
@@ -118,12 +118,18 @@ class ProductionPolicy:
         ingress.now = now
         prompt = EngineRequest(str(job.number), [0] * request.input_tokens, _PARAMS)
         dispatch = Dispatch(prompt, request.hashes, avoid)
-        decision = ingress.view.choose(dispatch, self._names)
+        decision = ingress.view.choose(dispatch, self._subset(request))
+        assert decision is not None
         ingress.dispatches[job.number] = dispatch, decision
         job.predicted_blocks = decision.num_held_blocks
         if (fetch := decision.fetch) is not None and fetch.holder is not None:
             job.source, job.source_blocks = fetch.holder.name, fetch.num_blocks
-        return decision.order[0]
+        return decision.replica
+
+    def _subset(self, request: Request) -> tuple[str, ...]:
+        """Return the replicas of the prompt's group, by rendezvous hashing of its first block."""
+        root, seeds = request.hashes[0] if request.hashes else request.input_tokens, range(1, len(self._subsets) + 1)
+        return self._subsets[max(seeds, key=lambda seed: spread(root ^ spread(seed))) - 1]
 
     def dispatched(self, job: Job, now: float) -> None:
         """Report it to the router of the job's ingress."""
@@ -142,6 +148,7 @@ class ProductionPolicy:
 
     def replicas_changed(self, names: Sequence[str]) -> None:
         """Report it to the routers of all ingresses."""
-        self._names = list(names)
+        number = self._ingresses[0].cluster.settings.num_subsets
+        self._subsets = [tuple(names[first::number]) for first in range(number)]
         for ingress in self._ingresses:
             ingress.set_replicas(names)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from deployments.cli.bench.trace import BLOCK_SIZE, read_trace
 
-__all__ = ["BLOCK_SIZE", "Request", "agents", "bursts", "documents", "load_mooncake", "no_sharing", "popular"]
+__all__ = ["BLOCK_SIZE", "Request", "agents", "bursts", "documents", "load_mooncake", "no_sharing", "popular", "spread"]
 
 STAMP_S = 3.0  # the Mooncake trace's timestamps are multiples of this
 _MASK = 2**64 - 1
@@ -122,10 +122,10 @@ def popular(seed: int, number: int = 1_200, per_second: float = 12.0) -> list[Re
 
 
 def _request(at: float, input_tokens: int, output_tokens: int, blocks: list[int]) -> Request:
-    return Request(at, input_tokens, output_tokens, tuple(_spread(block) for block in blocks))
+    return Request(at, input_tokens, output_tokens, tuple(spread(block) for block in blocks))
 
 
-def _spread(block: int) -> int:
+def spread(block: int) -> int:
     """Return a 64-bit number that resembles a hash (the finalizer of SplitMix64)."""
     block = (block + 1) * 0x9E3779B97F4A7C15 & _MASK
     block = (block ^ block >> 30) * 0xBF58476D1CE4E5B9 & _MASK

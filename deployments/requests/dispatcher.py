@@ -146,20 +146,17 @@ class Dispatcher:
         """Send a request to the best replica that takes it; False if none does."""
         assert self._links is not None, "start() was not called"
         is_background = _is_background(dispatch)
-        candidates = [name for name in self._links.ready if self._has_room(name)]
-        if is_background:
-            candidates = [name for name in candidates if self.background.has_room(name, self._num_others(name))]
-        if not candidates:
-            return False
         started = perf_counter()
-        decision = self._view.choose(dispatch, candidates)
+        takes = self._takes_background if is_background else self._takes
+        if not self._links.names or (decision := self._view.choose(dispatch, self._links.names, takes)) is None:
+            return False
         ingress_recorder().increment(ROUTING_DECISIONS, outcome=decision.outcome)
         ingress_recorder().observe(ROUTING_DECISION_SECONDS, perf_counter() - started)
-        num_others = self._num_others(decision.order[0])  # without this one, which is not counted below at first
+        num_others = self._num_others(decision.replica)  # without this one, which is not counted below at first
         if (source := self._view.kv_source(decision)) != dispatch.request.kv_source:
             dispatch.request = replace(dispatch.request, kv_source=source)
         try:
-            self._links[decision.order[0]].submit(dispatch)
+            self._links[decision.replica].submit(dispatch)
         except RequestError as error:
             dispatch.fail(error)
         else:
@@ -171,11 +168,17 @@ class Dispatcher:
                 self._pause_excess(dispatch.replica)
         return True
 
-    def _has_room(self, replica: str) -> bool:
+    def _takes(self, replica: str) -> bool:
+        """Whether a replica takes a request now."""
         assert self._links is not None
         if self._full_until and self._full_until.get(replica, 0.0) > self._loop.time():
             return False
-        return self._links[replica].num_streams < self._max_requests
+        link = self._links[replica]
+        return link.takes_requests and link.num_streams < self._max_requests
+
+    def _takes_background(self, replica: str) -> bool:
+        """Whether a replica takes a request of a batch now."""
+        return self._takes(replica) and self.background.has_room(replica, self._num_others(replica))
 
     def _take_back(self, dispatch: Dispatch, error: Exception) -> None:
         """Let a request that its replica has not taken wait for another one, before all that came later."""

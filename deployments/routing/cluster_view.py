@@ -1,7 +1,7 @@
 """ClusterView: the replicas that Serve lists, their caches and loads, and the choice among them.
 
-Serve's router, the thread that receives KV events, and the requests of this process share it. It ranks the replicas for
-a request and counts each Dispatch in the load of its replica, but it holds no request itself. It knows neither Serve
+Serve's router, the thread that receives KV events, and the requests of this process share it. It chooses replicas for
+requests and counts each Dispatch in the load of its replica, but it holds no request itself. It knows neither Serve
 nor HTTP. Every method may be called from any thread.
 """
 
@@ -107,22 +107,26 @@ class ClusterView:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def choose(self, dispatch: Dispatch, candidates: Sequence[str]) -> Decision:
-        """Rank the candidates, at least one, and count the cache hits that are predicted for the first of them."""
-        hashes, block_size = dispatch.block_hashes, self.routing.block_size
-        with self._lock:
-            if not self._table.by_name.keys() >= set(candidates):  # one may be unlisted already
-                self.routing.add_unknown(candidates)
-            now = self._clock()
-            self._table.sample(now)
-            prompt = PromptBlocks(dispatch.request.num_tokens, hashes, block_size)
-            num_cached_blocks, max_tokens = self.routing.num_cached_blocks(prompt), dispatch.request.params.max_tokens
-            sources = self._sources.find(
-                prompt, num_cached_blocks, avoid=dispatch.avoid, request_id=dispatch.request.request_id, now=now
-            )
-            decision = self._policy.choose(candidates, prompt, num_cached_blocks, dispatch.avoid, max_tokens, sources)
-            if sources is not None and sources.guesses and decision.fetch is not None:
-                self._table.rates.guessed(now)
+    def choose(
+        self, dispatch: Dispatch, candidates: Sequence[str], takes: Callable[[str], bool] | None = None
+    ) -> Decision | None:
+        """Choose a replica for a request, and count the cache hits that are predicted for it.
+
+        Args:
+            dispatch: of the request.
+            candidates: names of replicas, at least one. A tuple that stays the same is not looked up each time.
+            takes: whether a replica takes requests now; None: all do. The best candidate is asked, and only if it does
+                not, all others: there may be a thousand.
+
+        Returns:
+            The choice; None if no candidate takes requests.
+        """
+        block_size = self.routing.block_size
+        decision = self._choose(dispatch, candidates)
+        if takes is not None and not takes(decision.replica):
+            if not (candidates := [name for name in candidates if takes(name)]):
+                return None
+            decision = self._choose(dispatch, candidates)
         for metric, num_blocks in (
             (ROUTING_PREDICTED_HIT_TOKENS, decision.num_cached_blocks),
             (ROUTING_BEST_HIT_TOKENS, decision.max_cached_blocks),
@@ -133,6 +137,22 @@ class ClusterView:
             kind = "disk" if fetch.holder is None else "peer"
             self._recorder.increment(ROUTING_PREDICTED_FETCH_TOKENS, fetch.num_fetched * block_size, source=kind)
         return decision
+
+    def _choose(self, dispatch: Dispatch, candidates: Sequence[str]) -> Decision:
+        with self._lock:
+            if not self._table.rows.knows(candidates):  # one may be unlisted already
+                self.routing.add_unknown(candidates)
+            now = self._clock()
+            self._table.sample(now)
+            prompt = PromptBlocks(dispatch.request.num_tokens, dispatch.block_hashes, self.routing.block_size)
+            num_cached_blocks, max_tokens = self.routing.num_cached_blocks(prompt), dispatch.request.params.max_tokens
+            sources = self._sources.find(
+                prompt, num_cached_blocks, avoid=dispatch.avoid, request_id=dispatch.request.request_id, now=now
+            )
+            decision = self._policy.choose(candidates, prompt, num_cached_blocks, dispatch.avoid, max_tokens, sources)
+            if sources is not None and sources.guesses and decision.fetch is not None:
+                self._table.rates.guessed(now)
+            return decision
 
     def kv_source(self, decision: Decision) -> KVSource | None:
         """Return what a request tells its replica of the peer from which it may fetch KV; None if from none."""

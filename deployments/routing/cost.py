@@ -20,12 +20,25 @@ Arithmetic only: what is queued and cached comes from the caller.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from engine.observability.step_costs import StepCosts
 
-__all__ = ["Fetch", "Holder", "Prices", "PromptBlocks", "PromptCost", "ReplicaCost", "prompt_cost", "prompt_costs"]
+__all__ = [
+    "Fetch",
+    "Holder",
+    "Prices",
+    "PromptBlocks",
+    "PromptCost",
+    "ReplicaCost",
+    "ReplicaCosts",
+    "prompt_cost",
+    "prompt_costs",
+]
 
 
 class PromptBlocks(NamedTuple):
@@ -104,34 +117,31 @@ class ReplicaCost:
             self.kv_token_s = (num_answers + 1) * costs.kv_token_s
 
 
+class ReplicaCosts(NamedTuple):
+    """The numbers of several replicas, as ReplicaCost has them: an array each, with an element for each replica."""
+
+    queue_s: npt.NDArray[np.float64]
+    seconds_per_token: npt.NDArray[np.float64]
+    step_s: npt.NDArray[np.float64]
+    kv_token_s: npt.NDArray[np.float64]
+
+
 def prompt_costs(
-    candidates: Sequence[str],
-    replicas: Mapping[str, ReplicaCost],
-    prompt: PromptBlocks,
-    num_cached_blocks: Mapping[str, int],
-    prices: Prices,
-) -> dict[str, float]:
-    """Return the cost of ``prompt`` on each candidate.
+    replicas: ReplicaCosts, prompt: PromptBlocks, num_cached_blocks: npt.NDArray[np.float64], prices: Prices
+) -> npt.NDArray[np.float64]:
+    """Return the cost of ``prompt`` on each replica.
 
     Args:
-        candidates: names of replicas.
-        replicas: at least the candidates.
+        replicas: their numbers.
         prompt: the prompt.
-        num_cached_blocks: how many leading blocks of the prompt each replica has cached; absent means none.
+        num_cached_blocks: how many leading blocks of the prompt each replica has cached.
         prices: what is the same on all replicas.
     """
-    weight, steps, kv_steps = 1 + prices.prefill, prices.decode, prices.decode * prompt.num_tokens
-    all_tokens = weight * max(1, prompt.num_tokens)
+    weight, steps = 1 + prices.prefill, prices.decode
     # The last token is computed even if its block is cached: its logits are needed.
-    max_saved, saved_per_block = weight * max(0, prompt.num_tokens - 1), weight * prompt.block_size
-    costs, blocks_of = {}, num_cached_blocks.get
-    for name in candidates:
-        replica = replicas[name]
-        saved = blocks_of(name, 0) * saved_per_block
-        tokens = all_tokens - (saved if saved < max_saved else max_saved)
-        prefill_s = replica.queue_s + replica.seconds_per_token * tokens
-        costs[name] = prefill_s + steps * replica.step_s + kv_steps * replica.kv_token_s
-    return costs
+    saved = np.minimum(num_cached_blocks * (weight * prompt.block_size), weight * max(0, prompt.num_tokens - 1))
+    prefill_s = replicas.queue_s + replicas.seconds_per_token * (weight * max(1, prompt.num_tokens) - saved)
+    return prefill_s + steps * replicas.step_s + (steps * prompt.num_tokens) * replicas.kv_token_s
 
 
 def prompt_cost(

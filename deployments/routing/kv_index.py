@@ -22,9 +22,9 @@ from heapq import heappop, heappush
 from itertools import count, islice
 from math import inf
 
-__all__ = ["KVIndex"]
+from deployments.routing.held_blocks import HeldBlocks
 
-_MAX_CACHED_MASKS = 4096
+__all__ = ["KVIndex"]
 
 
 @dataclass(slots=True)
@@ -42,31 +42,29 @@ class KVIndex:
     def __init__(self) -> None:
         self._masks: dict[int, int] = {}
         self._holdings: dict[str, _Holdings] = {}
-        self._names_by_bit: list[str | None] = []  # bit number -> replica; None is free for reuse
-        self._names_by_mask: dict[int, tuple[str, ...]] = {}  # mask -> replicas: a cache, since few masks are frequent
+        self._names: list[str | None] = []  # by slot, the number of the replica's bit; None is free for reuse
         self._expiries: list[tuple[float, int, str, Sequence[int]]] = []  # a heap; the int breaks ties
         self._tie_breaker = count()
 
     def __len__(self) -> int:
         return len(self._masks)
 
-    def add_replica(self, name: str) -> None:
-        """Add a replica that holds nothing yet."""
-        if name in self._holdings:
-            return
-        if None not in self._names_by_bit:
-            self._names_by_bit.append(None)
-        number = self._names_by_bit.index(None)
-        self._names_by_bit[number] = name
-        self._holdings[name] = _Holdings(1 << number)
-        self._names_by_mask.clear()
+    def add_replica(self, name: str) -> int:
+        """Add a replica that holds nothing yet; return its slot, the lowest that was free."""
+        if (known := self._holdings.get(name)) is not None:
+            return known.bit.bit_length() - 1
+        if None not in self._names:
+            self._names.append(None)
+        slot = self._names.index(None)
+        self._names[slot] = name
+        self._holdings[name] = _Holdings(1 << slot)
+        return slot
 
     def remove_replica(self, name: str) -> None:
         """Remove a replica and all its blocks."""
         self.cleared(name)
         if self._holdings.pop(name, None) is not None:
-            self._names_by_bit[self._names_by_bit.index(name)] = None
-            self._names_by_mask.clear()
+            self._names[self._names.index(name)] = None
 
     # --- confirmed blocks, from events; events of unknown replicas are late and ignored ------------------------------
 
@@ -162,13 +160,13 @@ class KVIndex:
 
     # --- look-ups ----------------------------------------------------------------------------------------------------
 
-    def num_cached_blocks(self, hashes: Sequence[int]) -> dict[str, int]:
-        """Return how many leading blocks of a prompt each replica holds; replicas that hold none are absent.
+    def num_cached_blocks(self, hashes: Sequence[int]) -> HeldBlocks:
+        """Return how many leading blocks of a prompt each replica holds; it is to be read before the next change.
 
         A binary search finds the first block that not all holders hold, and is repeated from there with the remaining
         holders: about log2(len(hashes)) look-ups for each distinct result.
         """
-        num_blocks: dict[str, int] = {}
+        groups: list[tuple[int, int]] = []
         get, size = self._masks.get, len(hashes)
         holders = get(hashes[0], 0) if hashes else 0
         low = 0
@@ -181,18 +179,10 @@ class KVIndex:
                 else:
                     high = middle
             staying = get(hashes[high], 0) & holders if high < size else 0
-            num_blocks.update(dict.fromkeys(self._names(holders ^ staying), high))
+            if leaving := holders ^ staying:
+                groups.append((leaving, high))
             holders, low = staying, high
-        return num_blocks
-
-    def _names(self, mask: int) -> tuple[str, ...]:
-        names = self._names_by_mask.get(mask)
-        if names is None:
-            if len(self._names_by_mask) >= _MAX_CACHED_MASKS:
-                self._names_by_mask.clear()
-            names = tuple(name for bit, name in enumerate(self._names_by_bit) if name is not None and mask >> bit & 1)
-            self._names_by_mask[mask] = names
-        return names
+        return HeldBlocks(groups, self._names)
 
     def _confirm(self, holdings: _Holdings, hashes: Iterable[int]) -> None:
         confirmed, assumed, masks, bit = holdings.confirmed, holdings.assumed, self._masks, holdings.bit

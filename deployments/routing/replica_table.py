@@ -12,6 +12,7 @@ import xxhash
 
 from deployments.routing.cluster_load import ClusterLoad
 from deployments.routing.cost import ReplicaCost
+from deployments.routing.cost_rows import CostRows
 from deployments.routing.options import RoutingOptions
 from deployments.routing.replica_load import ReplicaLoad
 from deployments.routing.source_rates import SourceRates
@@ -30,11 +31,11 @@ _SPEEDS_INTERVAL_S = 0.1  # between two updates of the mean speeds
 class Replica(ReplicaCost):
     """One replica: its load, its cost and whether its reports are up to date."""
 
-    __slots__ = ("decoding", "fresh_until", "has_events", "is_fresh", "load", "pending", "ranks_last", "seed")
+    __slots__ = ("decoding", "fresh_until", "has_events", "is_fresh", "load", "name", "pending", "ranks_last")
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        self.seed = xxhash.xxh64_intdigest(name.encode())  # for rendezvous hashing
+        self.name = name
         self.load = ReplicaLoad()
         self.pending = self.decoding = 0  # answers, as its cost counts them
         self.has_events = False  # KV events confirm what it holds; without them the index is a guess
@@ -47,6 +48,7 @@ class ReplicaTable:
     """The replicas by name.
 
     Attributes:
+        rows: the costs of all replicas, for decisions.
         cluster: how busy they are on average.
         rates: how fast they fetch KV from elsewhere.
     """
@@ -54,7 +56,7 @@ class ReplicaTable:
     def __init__(self, options: RoutingOptions) -> None:
         self.options = options
         self.by_name: dict[str, Replica] = {}
-        self.any_ranks_last = False
+        self.rows = CostRows()
         self.cluster = ClusterLoad()
         self.rates = SourceRates()
         self._pending = self._decoding = self._busy = 0  # sums over the replicas; busy: those with anything pending
@@ -63,15 +65,22 @@ class ReplicaTable:
         self._mean_costs: StepCosts | None = None  # likewise
         self._next_speeds_update = -inf
 
-    def add(self, name: str) -> None:
-        """Add a replica that has not reported yet."""
-        self.by_name[name] = Replica(name)
-        self._update_cost(self.by_name[name])
+    def add(self, name: str, slot: int) -> None:
+        """Add a replica that has not reported yet.
+
+        Args:
+            name: of the replica.
+            slot: its number among the replicas: small, and no other one's.
+        """
+        replica = self.by_name[name] = Replica(name)
+        self.rows.add(name, slot, seed=xxhash.xxh64_intdigest(name.encode()))
+        self._update_cost(replica)
         self._fresh_until = -inf
 
     def remove(self, name: str) -> None:
         """Remove a replica."""
         self._count(self.by_name.pop(name), 0, 0)
+        self.rows.remove(name)
         self.rates.remove(name)
         self._fresh_until = -inf
 
@@ -137,7 +146,6 @@ class ReplicaTable:
         for replica in replicas:
             replica.ranks_last = any_is_fresh and not replica.is_fresh and replica.load.report is not None
             self._update_cost(replica)
-        self.any_ranks_last = any(replica.ranks_last for replica in replicas)
         self._fresh_until = min((replica.fresh_until for replica in replicas if replica.is_fresh), default=inf)
 
     def _update_speeds(self) -> None:
@@ -162,6 +170,7 @@ class ReplicaTable:
             num_context_tokens=pending_tokens + decoding_tokens,
             costs=self._costs(replica) if fresh else None,
         )
+        self.rows.update(replica.name, replica, ranks_last=replica.ranks_last)
 
     def _costs(self, replica: Replica) -> StepCosts | None:
         """Return the costs of a replica's steps, or the mean if they are similar to it."""

@@ -17,6 +17,7 @@ import xxhash
 
 from deployments.routing.cost import Holder, PromptBlocks
 from deployments.routing.fetches import Sources
+from deployments.routing.held_blocks import HeldBlocks
 from deployments.routing.state import RoutingState
 from deployments.transport.pages.address import PageAddress
 
@@ -46,7 +47,7 @@ class SourceFinder:
     def find(
         self,
         prompt: PromptBlocks,
-        num_cached_blocks: Mapping[str, int],
+        num_cached_blocks: HeldBlocks | Mapping[str, int],
         *,
         avoid: Collection[str],
         request_id: str,
@@ -78,7 +79,12 @@ class SourceFinder:
         )
 
     def _holders(
-        self, prompt: PromptBlocks, num_cached_blocks: Mapping[str, int], avoid: Collection[str], *, is_whole: bool
+        self,
+        prompt: PromptBlocks,
+        num_cached_blocks: HeldBlocks | Mapping[str, int],
+        avoid: Collection[str],
+        *,
+        is_whole: bool,
     ) -> list[Holder]:
         """Return the replicas that hold the most of a prompt, those that hold more first.
 
@@ -86,11 +92,10 @@ class SourceFinder:
             is_whole: a part of what a replica holds is worth nothing.
         """
         replicas, holders = self._routing.table.by_name, list[Holder]()
-        for name in islice(_deepest_first(num_cached_blocks, is_sorted=not is_whole), _MAX_TRIED + len(avoid)):
+        for name, held in islice(_deepest_first(num_cached_blocks), _MAX_TRIED + len(avoid)):
             address = self._addresses.get(name)
             if address is None or name in avoid or replicas[name].ranks_last:
                 continue
-            held = num_cached_blocks[name]
             confirmed = self._routing.index.num_confirmed_blocks(name, prompt.hashes, held)
             if confirmed and (confirmed == held or not is_whole):
                 holders.append(Holder(name, address.endpoint, address.secret, confirmed))
@@ -99,11 +104,11 @@ class SourceFinder:
         return holders
 
 
-def _deepest_first(num_cached_blocks: Mapping[str, int], *, is_sorted: bool) -> Iterable[str]:
-    """Return the replicas in descending order of their blocks; KVIndex sorts them in ascending order."""
-    if is_sorted:
-        return reversed(list(num_cached_blocks))
-    return sorted(num_cached_blocks, key=num_cached_blocks.__getitem__, reverse=True)
+def _deepest_first(num_cached_blocks: HeldBlocks | Mapping[str, int]) -> Iterable[tuple[str, int]]:
+    """Return the replicas and their blocks, those with the most first."""
+    if isinstance(num_cached_blocks, HeldBlocks):
+        return num_cached_blocks.deepest()
+    return sorted(num_cached_blocks.items(), key=lambda item: item[1], reverse=True)
 
 
 def _is_one_in(number: int, request_id: str) -> bool:

@@ -11,12 +11,13 @@ for the requests. It knows neither Ray nor sockets nor what the time is.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from math import inf
 from threading import Lock
 
 from deployments.routing.cost import PromptBlocks
 from deployments.routing.disk_index import DiskIndex
+from deployments.routing.held_blocks import HeldBlocks
 from deployments.routing.kv_index import KVIndex
 from deployments.routing.options import RoutingOptions
 from deployments.routing.replica_table import ReplicaTable
@@ -64,10 +65,9 @@ class RoutingState:
         """Add those of the replicas that are not known yet."""
         for name in names:
             if name not in self.table.by_name:
-                self.table.add(name)
-                self.index.add_replica(name)
+                self.table.add(name, self.index.add_replica(name))
 
-    def num_cached_blocks(self, prompt: PromptBlocks) -> Mapping[str, int]:
+    def num_cached_blocks(self, prompt: PromptBlocks) -> HeldBlocks | dict[str, int]:
         """Return how many leading blocks of a prompt each replica need not compute; absent means none."""
         num_blocks = self.index.num_cached_blocks(prompt.hashes)
         if not self.states:

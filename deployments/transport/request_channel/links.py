@@ -33,6 +33,9 @@ class Links:
         on_change: called when a link may take requests that it did not take before.
         on_returned: as in Link.
         tick_s: how often connections are kept alive and outputs acknowledged.
+
+    Attributes:
+        names: of the listed replicas, whether they take requests or not; the same tuple until they change.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class Links:
         self._on_returned = on_returned
         self._tick_s = tick_s
         self._listed: dict[str, Link] = {}
+        self.names: tuple[str, ...] = ()
         self._retired: list[Link] = []  # not listed, with streams
         self._rejected: set[str] = set()
         self._context: zmq.Context[Socket] = zmq.Context()
@@ -94,6 +98,7 @@ class Links:
         for name, address in addresses.items():
             if address is not None and name not in self._listed and name not in self._rejected:
                 self._add(name, address)
+        self.names = tuple(self._listed)
         self._on_change()
 
     def _add(self, name: str, address: ReplicaAddress) -> None:

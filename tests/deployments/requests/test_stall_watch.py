@@ -180,7 +180,7 @@ async def test_the_stall_timeout_starts_when_a_replica_is_chosen() -> None:
     reading = asyncio.create_task(_read(_watch(view), dispatch))
     await asyncio.sleep(15)
     dispatch.replica = "r1"
-    view.sent(dispatch, Decision(["r1"], "cold", 0, 0))
+    view.sent(dispatch, Decision("r1", "cold", 0, 0))
     with pytest.raises(ReplicaStalledError):
         await reading
     assert now() >= 35

@@ -34,5 +34,5 @@ def dispatch_of(
 def send(view: ClusterView, replica: str, hashes: Sequence[int], num_tokens: int, *, num_cached: int = 0) -> Dispatch:
     """Send a prompt to a replica, whatever the view would choose."""
     dispatch = dispatch_of(hashes, num_tokens, replica)
-    view.sent(dispatch, Decision([replica], "hit" if num_cached else "cold", num_cached, num_cached))
+    view.sent(dispatch, Decision(replica, "hit" if num_cached else "cold", num_cached, num_cached))
     return dispatch

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from msgspec.structs import replace
 
 from deployments.observability.ingress_metrics import (
@@ -16,6 +18,7 @@ from deployments.routing.policy import Decision
 from engine.observability.load import EngineLoad
 from engine.observability.metrics import Metric
 from tests.deployments.routing.dispatches import dispatch_of, send
+from tests.deployments.routing.views import make_view
 
 IDLE = EngineLoad(0, 0, 0, 1_000, 1_000, 1_000.0, 1)
 
@@ -63,7 +66,7 @@ def test_a_decision_counts_the_hits_of_its_replica_and_the_best_possible_ones() 
     before = recorded(ROUTING_PREDICTED_HIT_TOKENS), recorded(ROUTING_BEST_HIT_TOKENS)
     dispatch = dispatch_of([1, 2, 3], 12)
     decision = view.choose(dispatch, ["r1", "r2"])
-    assert decision.order == ["r2", "r1"]
+    assert decision.replica == "r2"
     assert recorded(ROUTING_PREDICTED_HIT_TOKENS) == before[0] + 4
     assert recorded(ROUTING_BEST_HIT_TOKENS) == before[1] + 8
     dispatch.replica = "r2"
@@ -82,7 +85,7 @@ def test_a_dispatch_counts_in_the_load_of_its_replica_until_it_ends() -> None:
     view.ended(first)  # r1 has returned it
     assert view.queued() == (1, 5)
     first.replica = "r2"
-    view.sent(first, Decision(["r2"], "cold", 0, 0))
+    view.sent(first, Decision("r2", "cold", 0, 0))
     assert view.queued() == (2, 21)
     for _ in range(2):
         view.ended(first)
@@ -99,7 +102,7 @@ def test_a_beam_search_has_not_stalled_while_its_replica_computes() -> None:
     view.set_replicas({"r1": {}})
     streamed = send(view, "r1", [], 16)
     searched = dispatch_of([], 16, "r1", beam_width=2)
-    view.sent(searched, Decision(["r1"], "cold", 0, 0))
+    view.sent(searched, Decision("r1", "cold", 0, 0))
     for number in range(1, 8):
         now = 100.0 + 4.0 * number
         view.routing.report("r1", replace(IDLE, num_running=2, num_steps=number), now=now)
@@ -117,7 +120,7 @@ def test_a_stall_is_looked_for_in_time() -> None:
     dispatch = dispatch_of([], 16)
     assert view.stall_allowance(dispatch, 8.0) == 2.0
     dispatch.replica = "r1"
-    view.sent(dispatch, Decision(["r1"], "cold", 0, 0))
+    view.sent(dispatch, Decision("r1", "cold", 0, 0))
     now = 103.0
     assert view.stall_allowance(dispatch, 8.0) == 5.0
     queued = replace(IDLE, num_waiting=1, queued_prefill_tokens=16)
@@ -130,3 +133,25 @@ def test_a_stall_is_looked_for_in_time() -> None:
     assert view.stall_allowance(dispatch, 8.0) == 0.0
     dispatch.replica = ""  # r1 has returned it
     assert view.stall_allowance(dispatch, 8.0) == 2.0
+
+
+def test_a_replica_that_takes_nothing_is_passed_over_and_the_others_are_asked_only_then() -> None:
+    view = make_view("abc")
+    view.routing.stored("b", [1, 2])
+    view.routing.stored("c", [1])
+    asked: list[str] = []
+
+    def takes(open_ones: str) -> Callable[[str], bool]:
+        def ask(name: str) -> bool:
+            asked.append(name)
+            return name in open_ones
+
+        asked.clear()
+        return ask
+
+    dispatch, names = dispatch_of([1, 2], 32), ("a", "b", "c")
+    for open_ones, expected, num_asked in (("abc", "b", 1), ("ac", "c", 4), ("a", "a", 4)):
+        decision = view.choose(dispatch, names, takes(open_ones))
+        assert decision is not None
+        assert (decision.replica, len(asked)) == (expected, num_asked)
+    assert view.choose(dispatch, names, takes("")) is None

@@ -53,7 +53,7 @@ def test_awaited_blocks_count_as_cached() -> None:
     view = make_view()
     view.routing.awaited("c", [1, 2, 3], now=0.0)
     decision = choose(view, "abcd", [1, 2, 3], 48, now=0.0)
-    assert (decision.order[0], decision.num_cached_blocks) == ("c", 3)
+    assert (decision.replica, decision.num_cached_blocks) == ("c", 3)
     view.routing.awaited("gone", [1], now=0.0)
     view.routing.stored("c", [1])
     view.routing.report("a", IDLE, now=1.0 + view.options.assume_s)
@@ -63,10 +63,10 @@ def test_awaited_blocks_count_as_cached() -> None:
 def test_an_unlisted_candidate_counts_like_one_without_a_report() -> None:
     view = make_view("a")
     queue(view, "a", 5_000)
-    assert choose(view, "ab", prompt(1), 128, now=0.0).order == ["b", "a"]
+    assert choose(view, "ab", prompt(1), 128, now=0.0).replica == "b"
     queue(view, "a", 0)
     dispatched(view, "b", [], 5_000, now=0.0)
-    assert choose(view, "ab", prompt(1), 128, now=0.0).order == ["a", "b"]
+    assert choose(view, "ab", prompt(1), 128, now=0.0).replica == "a"
 
 
 def test_a_restart_leaves_nothing_assumed_or_confirmed() -> None:

@@ -207,3 +207,29 @@ def test_unconfirmed_blocks_are_older_than_assumed_ones() -> None:
     index.trim("a", 2)
     assert index.num_cached_blocks([5, 6]) == {"a": 2}
     assert index.num_cached_blocks([1, 2, 3]) == {}
+
+
+@given(st.lists(st.lists(st.integers(0, 6), max_size=12), min_size=1, max_size=3))
+def test_held_blocks_are_the_same_in_each_form(rounds: list[list[int]]) -> None:
+    """By name, by slot and deepest first; with more replicas than an integer has bits, of which some have left."""
+    index, prompt = KVIndex(), list(range(6))
+    for number in range(70):
+        index.add_replica(f"before-{number}")
+    for number in range(0, 70, 3):
+        index.remove_replica(f"before-{number}")
+    slots, held = {}, dict[str, int]()
+    for number, depth in enumerate(depth for depths in rounds for depth in depths):
+        name = f"r{number}"
+        slots[name] = index.add_replica(name)
+        index.stored(name, prompt[:depth])
+        held |= {name: depth} if depth else {}
+    found = index.num_cached_blocks(prompt)
+    assert found == held
+    assert len(found) == len(held)
+    assert found.most == max(held.values(), default=0)
+    by_slot = found.by_slot(200)
+    assert {name: by_slot[slot] for name, slot in slots.items() if by_slot[slot]} == held
+    assert by_slot.sum() == sum(held.values())
+    deepest = list(found.deepest())
+    assert dict(deepest) == held
+    assert [depth for _, depth in deepest] == sorted(held.values(), reverse=True)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from deployments.routing.cost import PromptBlocks, prompt_cost
 from engine.observability.step_costs import StepCosts
 from tests.deployments.routing.dispatches import dispatch_of, send
 from tests.deployments.routing.views import (
@@ -21,6 +22,7 @@ from tests.deployments.routing.views import (
     prompt,
     queue,
     queued,
+    ranked,
 )
 
 
@@ -29,7 +31,8 @@ def test_the_longest_prefix_wins() -> None:
     view.routing.stored("a", [1])
     view.routing.stored("c", [1, 2, 3])
     decision = choose(view, "abcd", [1, 2, 3, 4], 64, now=0.0)
-    assert decision.order[:2] == ["c", "a"]
+    assert decision.replica == "c"
+    assert ranked(view, "abcd", [1, 2, 3, 4], 64)[:2] == "ca"
     assert (decision.outcome, decision.num_cached_blocks, decision.max_cached_blocks) == ("hit", 3, 3)
 
 
@@ -41,7 +44,7 @@ def test_a_queue_outweighs_a_cached_prefix_that_is_computed_sooner() -> None:
     assert first(view, [1, 2, 3, 4], "ab") == "a"
     queue(view, "a", 2 * 64 + 10)
     decision = choose(view, "ab", [1, 2, 3, 4], 64, now=0.0)
-    assert (decision.order, decision.outcome) == (["b", "a"], "balanced")
+    assert (decision.replica, decision.outcome) == ("b", "balanced")
     assert (decision.num_cached_blocks, decision.max_cached_blocks) == (0, 4)
 
 
@@ -52,7 +55,7 @@ def test_the_more_requests_a_prefill_delays_the_more_a_cached_prefix_is_worth() 
         view.routing.report("a", replace(load, queued_prefill_tokens=200), now=0.0)
         view.routing.report("b", load, now=0.0)
         decision = choose(view, "ab", [1, 2, 3, 4], 64, now=0.0)
-        assert decision.order[0] == expected
+        assert decision.replica == expected
     assert decision.next_cost_s is not None
     assert sum(decision.cost) < decision.next_cost_s
     assert decision.cost.queue_s == pytest.approx(0.2)
@@ -66,7 +69,7 @@ def test_prompts_that_share_nothing_are_sent_where_they_are_computed_first() -> 
         view.ended(dispatched(view, "b", prompt(number), 128, now=0.0))
     view.routing.stored("a", [1, 2, 3, 4])
     queue(view, "a", 64 + 10)
-    assert choose(view, "ab", [1, 2, 3, 4], 64, now=0.0).order[0] == "b"
+    assert choose(view, "ab", [1, 2, 3, 4], 64, now=0.0).replica == "b"
 
 
 def test_the_answers_of_a_crowded_batch_outweigh_a_short_prefix() -> None:
@@ -91,7 +94,7 @@ def test_a_short_answer_cares_less_about_the_batch_than_a_long_one() -> None:
     chosen = {}
     for max_tokens in (1, 1_000):
         dispatch = dispatch_of([1], 20, max_tokens=max_tokens)
-        chosen[max_tokens] = view.choose(dispatch, ["a", "b"]).order[0]
+        chosen[max_tokens] = view.choose(dispatch, ["a", "b"]).replica
     assert chosen == {1: "a", 1_000: "b"}
 
 
@@ -127,7 +130,7 @@ def test_an_unmeasured_prefill_rate_is_the_mean_of_the_others() -> None:
     view = make_view("ab")
     view.routing.report("a", replace(IDLE, queued_prefill_tokens=100, prefill_tokens_per_s=0.0), now=0.0)
     queue(view, "b", 110)
-    assert choose(view, "ab", [], 0, now=0.0).order == ["a", "b"]
+    assert choose(view, "ab", [], 0, now=0.0).replica == "a"
 
 
 def test_of_equals_the_less_crowded_batch_wins() -> None:
@@ -172,8 +175,8 @@ def test_a_burst_of_one_new_prompt_lands_on_one_replica() -> None:
     for step in range(48):
         view = ingresses[step % 16]
         decision = choose(view, "abcd", prompt(7), 128)
-        send(view, decision.order[0], prompt(7), 128, num_cached=decision.num_cached_blocks)
-        chosen.add(decision.order[0])
+        send(view, decision.replica, prompt(7), 128, num_cached=decision.num_cached_blocks)
+        chosen.add(decision.replica)
     assert len(chosen) == 1
 
 
@@ -192,10 +195,53 @@ def test_a_tie_is_within_a_fifth_of_a_percent(queues: list[int], number: int, le
         queue(view, name, tokens)
     decision = choose(view, "abcd", prompt(number, length), length * BLOCK_SIZE, now=0.0)
     costs = {name: tokens + length * BLOCK_SIZE for name, tokens in zip("abcd", queues, strict=True)}
-    assert sorted(decision.order) == list("abcd")
-    assert costs[decision.order[0]] <= 1.002 * min(costs.values()) + 1e-6
-    rest = [costs[name] for name in decision.order[1:]]
-    assert rest == sorted(rest)
+    assert costs[decision.replica] <= 1.002 * min(costs.values()) + 1e-6
+    others = [cost for name, cost in costs.items() if name != decision.replica]
+    assert decision.next_cost_s is not None
+    assert decision.next_cost_s - sum(decision.cost) == pytest.approx((min(others) - costs[decision.replica]) / 1_000)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 300), st.integers(0, 8), st.sampled_from(["fresh", "expired", "avoided"])),
+        min_size=1,
+        max_size=9,
+    ),
+    st.permutations("abcdefghi"),
+)
+def test_the_choice_is_that_of_a_readable_policy(replicas: list[tuple[int, int, str]], names: list[str]) -> None:
+    view, hashes = make_view("abcdefghi"), prompt(1)
+    tiers = dict[str, int]()
+    for name, (tokens, depth, state) in zip(names, replicas, strict=False):
+        view.routing.stored(name, hashes[:depth])
+        queue(view, name, tokens, now=0.0 if state == "expired" else 9.0)
+        tiers[name] = {"fresh": 0, "expired": 1, "avoided": 2}[state]
+    if all(state == "expired" for _, _, state in replicas):
+        for name in names[len(replicas) :]:  # others report
+            queue(view, name, 0, now=9.0)
+    avoid = [name for name, tier in tiers.items() if tier == 2]
+    candidates = "".join(tiers)
+    decision = choose(view, candidates, hashes, 8 * BLOCK_SIZE, now=9.0, avoid=avoid)
+    held = view.routing.num_cached_blocks(PromptBlocks(8 * BLOCK_SIZE, hashes, BLOCK_SIZE))
+    prices = view.table.cluster.prices(None, view.options.first_token_weight)
+    ranks = {
+        name: (
+            2 if name in avoid else int(view.table.by_name[name].ranks_last),
+            sum(
+                prompt_cost(view.table.by_name[name], PromptBlocks(128, hashes, BLOCK_SIZE), held.get(name, 0), prices)
+            ),
+        )
+        for name in candidates
+    }
+    tier, cost = min(ranks.values())
+    chosen_tier, chosen_cost = ranks.pop(decision.replica)
+    assert (chosen_tier, decision.num_cached_blocks) == (tier, held.get(decision.replica, 0))
+    assert chosen_cost <= cost * 1.002 + 1e-9
+    assert sum(decision.cost) == pytest.approx(chosen_cost)
+    if ranks:
+        assert decision.next_cost_s == pytest.approx(min(ranks.values())[1])
+    else:
+        assert decision.next_cost_s is None
 
 
 def test_prompts_without_hashes_are_routed_by_load_and_equals_take_turns() -> None:
@@ -204,7 +250,8 @@ def test_prompts_without_hashes_are_routed_by_load_and_equals_take_turns() -> No
     for name, tokens in zip("abc", (20, 10, 30), strict=True):
         queue(view, name, tokens)
     decision = choose(view, "abc", [], 7, now=0.0)
-    assert (decision.order, decision.outcome) == (["b", "a", "c"], "fallback")
+    assert (decision.replica, decision.outcome) == ("b", "fallback")
+    assert ranked(view, "abc", [], 7) == "bac"
 
 
 # --- avoided replicas and expired reports -----------------------------------------------------
@@ -214,8 +261,9 @@ def test_avoided_replicas_are_last_even_if_they_hold_the_prompt() -> None:
     view = make_view()
     view.routing.stored("a", [1, 2])
     decision = choose(view, "abcd", [1, 2], 32, now=0.0, avoid=["a"])
-    assert (decision.order[-1], decision.outcome) == ("a", "retry")
-    assert sorted(choose(view, "ab", [1, 2], 32, now=0.0, avoid=["a", "b"]).order) == ["a", "b"]
+    assert decision.outcome == "retry"
+    assert ranked(view, "abcd", [1, 2], 32, avoid=["a"])[-1] == "a"
+    assert choose(view, "ab", [1, 2], 32, now=0.0, avoid=["a", "b"]).replica == "a"
 
 
 def test_a_replica_whose_report_expired_ranks_after_all_but_the_avoided() -> None:
@@ -223,7 +271,7 @@ def test_a_replica_whose_report_expired_ranks_after_all_but_the_avoided() -> Non
     view.routing.stored("a", [1, 2])
     for name in "bc":
         view.routing.report(name, IDLE, now=3.0)
-    assert choose(view, "abc", [1, 2], 32, now=3.0, avoid=["b"]).order == ["c", "a", "b"]
+    assert ranked(view, "abc", [1, 2], 32, now=3.0, avoid=["b"]) == "cab"
     view.routing.report("a", IDLE, now=3.1)
     assert first(view, [1, 2], "abc", now=3.1) == "a"
 
@@ -240,12 +288,12 @@ def test_if_all_reports_have_expired_no_replica_ranks_last() -> None:
 def test_without_reports_the_fewest_dispatched_tokens_win() -> None:
     view = make_view("abc", reports=False)
     sent = {name: dispatched(view, name, [], tokens, now=0.0) for name, tokens in (("a", 300), ("b", 100), ("c", 200))}
-    assert choose(view, "abc", [], 50, now=0.0).order == ["b", "c", "a"]
+    assert ranked(view, "abc", [], 50) == "bca"
     assert queued(view, now=0.0) == (3, 600)
     for _ in range(2):  # completion may be reported twice
         view.ended(sent["a"])
     view.ended(sent["c"])
-    assert choose(view, "abc", [], 50, now=9.0).order[-1] == "b"
+    assert ranked(view, "abc", [], 50, now=9.0)[-1] == "b"
     assert queued(view, now=9.0) == (1, 100)
 
 

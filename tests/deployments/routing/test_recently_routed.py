@@ -7,13 +7,13 @@ from deployments.routing.policy import Decision
 from deployments.routing.recently_routed import LENGTH, RecentlyRouted, RoutedRequest
 from tests.deployments.routing.dispatches import dispatch_of
 
-COLD = Decision(["a", "b"], "cold", 0, 0)
+COLD = Decision("a", "cold", 0, 0)
 
 
 def test_a_request_is_listed_when_it_is_sent() -> None:
     routed = RecentlyRouted(clock=lambda: 8.0)
     assert routed.requests() == []
-    decision = Decision(["b", "a"], "balanced", 1, 4, PromptCost(0.5, 0.25, 1.0, 0.125), 2.5)
+    decision = Decision("b", "balanced", 1, 4, PromptCost(0.5, 0.25, 1.0, 0.125), 2.5)
     routed.add(dispatch_of([1, 2, 3, 4], 70, "b"), decision, 16)
     assert routed.requests() == [RoutedRequest(8.0, "b", "balanced", 70, 16, 64, 0.5, 0.25, 1.0, 0.125, 2.5)]
 
@@ -22,7 +22,7 @@ def test_a_request_is_listed_with_its_source() -> None:
     routed, cost = RecentlyRouted(clock=lambda: 8.0), PromptCost(0.5, 0.25, 1.0, 0.125, 0.25)
     for holder, name in ((Holder("a", "tcp://a:1", "secret", 4), "a"), (None, "disk")):
         fetch = Fetch(holder, 3, 2, 0.75, 0.0, 1.0)
-        routed.add(dispatch_of([1, 2, 3, 4], 70, "b"), Decision(["b"], "balanced", 1, 4, cost, None, fetch), 16)
+        routed.add(dispatch_of([1, 2, 3, 4], 70, "b"), Decision("b", "balanced", 1, 4, cost, None, fetch), 16)
         entry = routed.requests()[-1]
         assert (entry.source, entry.fetched_tokens, entry.fetch_s) == (name, 32, 0.75)
         assert [entry.num_fetched_of(cached) for cached in (0, 16, 40, 48, 64)] == [0, 0, 24, 32, 32]

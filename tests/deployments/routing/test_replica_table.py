@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from deployments.routing.cost import ReplicaCosts
 from deployments.routing.options import RoutingOptions
 from deployments.routing.replica_table import ReplicaTable
 from deployments.transport.request_channel.dispatch import Dispatch
@@ -25,7 +26,7 @@ def test_the_sums_are_those_of_the_replicas_that_are_left(actions: list[tuple[st
         if action == "wait":
             now += number
         elif action == "add" and name not in table.by_name:
-            table.add(name)
+            table.add(name, "abc".index(name))
         elif action == "ended" and dispatches:
             dispatch = dispatches.pop(number % len(dispatches))
             if dispatch.replica in table.by_name:
@@ -49,6 +50,11 @@ def test_the_sums_are_those_of_the_replicas_that_are_left(actions: list[tuple[st
             decoding.append(replica.load.decoding(fresh=fresh)[0])
         assert (table._pending, table._decoding) == (sum(pending), sum(decoding))
         assert table._busy == sum(number > 0 for number in pending)
+        names = sorted(table.by_name)
+        rows = table.rows.rows(names)
+        for name, *numbers in zip(names, *table.rows.costs(rows), strict=True):
+            assert numbers == [getattr(table.by_name[name], field) for field in ReplicaCosts._fields]
+        assert table.rows.tiers(rows, ()).tolist() == [int(table.by_name[name].ranks_last) for name in names]
     for name in list(table.by_name):
         table.remove(name)
     assert (table._pending, table._decoding, table._busy) == (0, 0, 0)
@@ -56,7 +62,7 @@ def test_the_sums_are_those_of_the_replicas_that_are_left(actions: list[tuple[st
 
 def test_the_costs_of_the_latest_report_count() -> None:
     table = ReplicaTable(RoutingOptions())
-    table.add("a")
+    table.add("a", 0)
     for now, base_s in ((0.0, 0.02), (1.0, 0.06)):
         table.report("a", replace(IDLE, step_costs=StepCosts(base_s)), now)
         assert table.by_name["a"].step_s == base_s

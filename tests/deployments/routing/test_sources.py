@@ -68,7 +68,7 @@ def test_a_replica_without_a_queue_pulls_what_a_busy_one_holds() -> None:
     assert source(choose(view)) is None
     queue(view, "a", 1_500)
     decision = choose(view)
-    assert decision.order[0] != "a"
+    assert decision.replica != "a"
     assert source(decision) == "a"
     assert (decision.num_cached_blocks, decision.num_held_blocks, decision.outcome) == (0, 64, "balanced")
     assert view.kv_source(decision) == KVSource(endpoint("a"), "secret of a", 64 * BLOCK_SIZE)
@@ -80,7 +80,7 @@ def test_without_a_queue_nothing_is_pulled_and_no_source_is_named() -> None:
     view = paged_view()
     view.routing.stored("a", PROMPT)
     decision = choose(view)
-    assert (decision.order[0], decision.fetch, view.kv_source(decision)) == ("a", None, None)
+    assert (decision.replica, decision.fetch, view.kv_source(decision)) == ("a", None, None)
 
 
 def test_a_twin_follows_where_the_blocks_are_on_their_way() -> None:
@@ -89,11 +89,11 @@ def test_a_twin_follows_where_the_blocks_are_on_their_way() -> None:
     view.routing.stored("a", PROMPT)
     queue(view, "a", 1_500)
     first = choose(view, "abcdefgh")
-    dispatch = dispatch_of(PROMPT, TOKENS, first.order[0])
+    dispatch = dispatch_of(PROMPT, TOKENS, first.replica)
     view.sent(dispatch, first)
     assert dispatch.num_uncached_tokens == 1
     second = choose(view, "abcdefgh")
-    assert (second.order[0], second.fetch) == (first.order[0], None)
+    assert (second.replica, second.fetch) == (first.replica, None)
     (routed,) = view.recently_routed()
     assert (routed.source, routed.fetched_tokens, routed.predicted_tokens) == ("a", 64 * BLOCK_SIZE, 0)
     assert routed.fetch_s == pytest.approx(64 * BLOCK_SIZE / 100_000, abs=1e-4)
@@ -149,7 +149,7 @@ def test_a_draining_replica_is_a_source_but_gets_no_request() -> None:
     view.sent(dispatch_of([], 10, "a"), choose(view))  # it runs on, so the replica stays observed
     view.set_replicas(metadata("bc"))
     decision = choose(view, "bc")
-    assert "a" not in decision.order
+    assert decision.replica != "a"
     assert source(decision) == "a"
 
 
@@ -160,7 +160,7 @@ def test_a_request_goes_by_the_disk_of_a_replica_whose_rate_is_known() -> None:
     assert choose(view).fetch is None
     view.routing.report("b", replace(IDLE, source_rates=(SourceRate(DISK, 0.01, 10_000.0),)), now=0.0)
     decision = choose(view)
-    assert decision.order[0] == "b"
+    assert decision.replica == "b"
     assert decision.fetch is not None
     assert (decision.fetch.holder, decision.num_held_blocks) == (None, 64)
     assert view.kv_source(decision) is None
@@ -226,8 +226,8 @@ def test_a_source_holds_more_than_its_taker_and_the_choice_costs_no_more_than_wi
     if decision.fetch is not None:
         assert decision.fetch.holder is not None
         holder, held = decision.fetch.holder, dict(zip("abcd", cached, strict=True))
-        assert holder.name != decision.order[0]
-        assert held[holder.name] >= decision.num_held_blocks > held[decision.order[0]]
+        assert holder.name != decision.replica
+        assert held[holder.name] >= decision.num_held_blocks > held[decision.replica]
 
 
 def test_one_request_in_many_finds_out_how_fast_peers_are() -> None:
@@ -249,7 +249,7 @@ def test_what_was_to_be_fetched_is_counted_and_how_much_of_it_came() -> None:
     queue(view, "a", 1_500)
     before = recorded(ROUTING_PREDICTED_FETCH_TOKENS), recorded(ROUTING_FETCHED_TOKENS)
     decision = choose(view)
-    dispatch = dispatch_of(PROMPT, TOKENS, decision.order[0])
+    dispatch = dispatch_of(PROMPT, TOKENS, decision.replica)
     view.sent(dispatch, decision)
     dispatch.num_tokens, dispatch.num_cached_tokens = 5, 40 * BLOCK_SIZE
     view.ended(dispatch)

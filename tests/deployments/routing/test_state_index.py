@@ -42,14 +42,14 @@ def test_a_short_chain_with_a_state_at_its_end_is_cheaper_than_a_whole_one_with_
         view.routing.states_stored(name, states)
     dispatch = dispatch_of(PROMPT, 10 * SIZE + 1)
     decision = view.choose(dispatch, ["whole", "short"])
-    assert decision.order == ["short", "whole"]
+    assert decision.replica == "short"
     assert (decision.num_cached_blocks, decision.max_cached_blocks) == (5, 5)
     dispatch.replica = "short"
     view.sent(dispatch, decision)
     assert dispatch.num_uncached_tokens == 5 * SIZE + 1
     view.ended(dispatch)
     view.routing.states_stored("whole", PROMPT[-1:])
-    assert view.choose(dispatch_of(PROMPT, 10 * SIZE + 1), ["whole", "short"]).order == ["whole", "short"]
+    assert view.choose(dispatch_of(PROMPT, 10 * SIZE + 1), ["whole", "short"]).replica == "whole"
 
 
 def test_a_replica_without_states_is_priced_by_its_blocks() -> None:

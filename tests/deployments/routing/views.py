@@ -50,11 +50,23 @@ def choose(
     view: View, names: str, hashes: Sequence[int], num_tokens: int, *, now: float = 0.0, avoid: Sequence[str] = ()
 ) -> Decision:
     view.now = now
-    return view.choose(dispatch_of(hashes, num_tokens, avoid=avoid), list(names))
+    decision = view.choose(dispatch_of(hashes, num_tokens, avoid=avoid), list(names))
+    assert decision is not None
+    return decision
+
+
+def ranked(
+    view: View, names: str, hashes: Sequence[int], num_tokens: int, *, now: float = 0.0, avoid: Sequence[str] = ()
+) -> str:
+    """Return the replicas in the order in which they are chosen if each chosen one drops out."""
+    order = ""
+    while left := names.translate(dict.fromkeys(map(ord, order))):
+        order += choose(view, left, hashes, num_tokens, now=now, avoid=avoid).replica
+    return order
 
 
 def first(view: View, hashes: Sequence[int], names: str = "abcd", *, now: float = 0.0) -> str:
-    return choose(view, names, hashes, len(hashes) * BLOCK_SIZE, now=now).order[0]
+    return choose(view, names, hashes, len(hashes) * BLOCK_SIZE, now=now).replica
 
 
 def dispatched(view: View, name: str, hashes: Sequence[int], num_tokens: int, *, now: float) -> Dispatch:
