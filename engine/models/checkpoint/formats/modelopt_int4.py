@@ -1,7 +1,9 @@
-"""ModelOpt's 4-bit integers (INT4_AWQ, which configs call W4A16_AWQ): two outputs a byte.
+"""ModelOpt's 4-bit integers (INT4_AWQ, which configs call W4A16_AWQ, and W4A8_AWQ): two outputs a byte.
 
-X.weight        U8 [out / 2, in]: the even output in the low half, each in two's complement
-X.weight_scale  [out, in / group]
+X.weight          U8 [out / 2, in]: the even output in the low half, each in two's complement
+X.weight_scale    [out, in / group]
+X.weight_scale_2  of W4A8_AWQ, one number: the scale of the FP8 numbers that its kernels round weights to. The value is
+                  code * weight_scale, which is not rounded here, as activations are not
 
 Layers that no norm precedes also have X.pre_quant_scale: see scaled_inputs.py.
 """
@@ -24,6 +26,7 @@ __all__ = ["ModelOptInt4Weight", "modelopt_int4_weights"]
 
 _SCALES = ("F32", "BF16", "F16")
 _SIGN = 8
+_SECOND = "weight_scale_2"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -67,7 +70,7 @@ def modelopt_int4_weights(module: ModuleTensors) -> Iterator[PackedWeight]:
     """Yield the weight of a module if it has one of these.
 
     Raises:
-        ModelLoadError: if the scales do not fit the weight, or are of more than one kind (W4A8_AWQ).
+        ModelLoadError: if the scales do not fit the weight.
     """
     weight, scale = module.tensors.get("weight"), module.tensors.get("weight_scale")
     if weight is None or scale is None or weight.dtype != "U8" or len(weight.shape) != 2 or scale.dtype not in _SCALES:
@@ -77,8 +80,11 @@ def modelopt_int4_weights(module: ModuleTensors) -> Iterator[PackedWeight]:
     group_size = group_size_of(columns, num_groups, sizes_in(module.quantization.fields))
     if group_size is None:
         raise module.error("weight_scale", f"is {list(scale.shape)}, which is not that of scales of {[rows, columns]}")
-    if module.find("weight_scale_2") is not None:
-        raise module.error("weight_scale_2", "is that of W4A8_AWQ, whose 4-bit integers are not read")
+    if (second := module.find(_SECOND)) is not None:
+        own = module.tensors[second]
+        if own.dtype not in _SCALES or own.shape not in ((), (1,)):
+            raise module.error(second, f"is {own.dtype} {list(own.shape)}, and W4A8_AWQ has one number")
+        module.take(second=second)
     yield ModelOptInt4Weight(
         name=module.full_name("weight"),
         parts=module.take(weight="weight", scale="weight_scale"),

@@ -47,18 +47,20 @@ def with_factors(encoded: Encoded) -> Encoded:
 
 
 def save(kind: str, path: Path, **options: Any) -> Quantised:
-    algorithm = "NVFP4_AWQ" if kind == "nvfp4" else "W4A16_AWQ"
+    algorithm = {"nvfp4": "NVFP4_AWQ", "w4a8": "W4A8_AWQ"}.get(kind, "W4A16_AWQ")
     config = {"quant_method": "modelopt", "quant_algo": algorithm, "group_size": GROUP, "has_zero_point": False}
 
     def encode(name: str, weight: torch.Tensor) -> Encoded:
         encoded = nvfp4(weight, divides=False) if kind == "nvfp4" else int4(weight)
+        if kind == "w4a8":
+            encoded.tensors["weight_scale_2"] = encoded.values.abs().amax() / 448
         return with_factors(encoded) if name.endswith(("o_proj", "down_proj")) and kind != "plain" else encoded
 
     model = tiny_model(intermediate_size=224, **options)
     return save_quantised(model, path, encode, {"quantization_config": config})
 
 
-@pytest.mark.parametrize("kind", ["plain", "int4", "nvfp4"])
+@pytest.mark.parametrize("kind", ["plain", "int4", "nvfp4", "w4a8"])
 def test_every_kind_gives_the_values_and_tokens(kind: str, tmp_path: Path) -> None:
     quantised = save(kind, tmp_path)
     check_values(quantised)
@@ -85,7 +87,7 @@ def test_a_part_of_a_weight_has_its_own_scales_and_factors(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("end", "tensor", "message"),
     [
-        ("weight_scale_2", torch.tensor(1.0), "is that of W4A8_AWQ, whose 4-bit integers are not read"),
+        ("weight_scale_2", torch.ones(2), r"is F32 \[2\], and W4A8_AWQ has one number"),
         ("pre_quant_scale", torch.ones(7), r"is F32 \[7\], and the weight \[224, 192\]"),
         ("weight_scale", torch.ones(112, 6), r"is \[112, 6\], which is not that of scales of \[224, 192\]"),
     ],
