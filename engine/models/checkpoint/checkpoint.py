@@ -37,6 +37,7 @@ from engine.models.checkpoint.plain_tensor import PLAIN_DTYPES, read_plain
 from engine.models.checkpoint.sharding import Shard
 from engine.models.checkpoint.text_part import architecture_of, text_tensors, with_experts_turned
 from engine.models.config.files.json_file import read_json
+from engine.models.config.files.own_code import as_known_text
 from engine.models.config.files.quantization import read_quantization
 from engine.models.gguf.file import is_gguf, open_gguf
 from kernels.coded_weight import CodedMatrix, CodeFormat
@@ -337,8 +338,9 @@ def _entries(directory: Path, stored: dict[str, StoredTensor], files: TensorFile
         raw = read_json(config) if config.is_file() else {}
     except OSError as error:
         raise ModelLoadError(f"'{config}' could not be read: {error}") from error
-    entries = group_weights(text_tensors(raw, stored), read_quantization(directory, raw), read)
-    architecture = architecture_of(raw)
+    known = as_known_text(raw)
+    entries = group_weights(text_tensors(raw, stored), read_quantization(directory, known), read)
+    architecture = architecture_of(known)
     entries = with_stacked_experts(architecture, with_mlx_layout(architecture, entries))
     return _with_flat_decays(with_experts_turned(architecture, entries))
 

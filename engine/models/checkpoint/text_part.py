@@ -17,6 +17,7 @@ from engine.errors import ModelLoadError
 from engine.models.checkpoint.composed_weight import Entry, turned
 from engine.models.checkpoint.files.safetensors_header import StoredTensor
 from engine.models.config.families.architectures import ALIASES
+from engine.models.config.files.own_code import own_code_of
 from engine.models.config.files.text_parts import MULTIMODAL
 
 __all__ = ["architecture_of", "text_tensors", "with_experts_turned"]
@@ -50,14 +51,18 @@ def text_tensors(raw: Mapping[str, Any], stored: dict[str, StoredTensor]) -> dic
     Raises:
         ModelLoadError: if two tensors have the same name after they are renamed.
     """
-    if architecture_of(raw) not in MULTIMODAL:
+    if (own := own_code_of(raw)) is not None:
+        new_name = own.new_name
+    elif architecture_of(raw) in MULTIMODAL:
+        new_name = _new_name
+    else:
         return stored
     text: dict[str, StoredTensor] = {}
     origins: dict[str, str] = {}
     for name, tensor in stored.items():
-        if _DROPPED.match(name):
+        new = new_name(name)
+        if new is None:
             continue
-        new = next((to + name.removeprefix(prefix) for prefix, to in _RENAMED if name.startswith(prefix)), name)
         if new in text:
             raise ModelLoadError(
                 f"'{origins[new]}' of '{text[new].path}' and '{name}' of '{tensor.path}' are both '{new}' of the text "
@@ -65,6 +70,13 @@ def text_tensors(raw: Mapping[str, Any], stored: dict[str, StoredTensor]) -> dic
             )
         text[new], origins[new] = tensor, name
     return text
+
+
+def _new_name(name: str) -> str | None:
+    """Return the name that a model of text has for a weight; None if it is not of text."""
+    if _DROPPED.match(name):
+        return None
+    return next((to + name.removeprefix(prefix) for prefix, to in _RENAMED if name.startswith(prefix)), name)
 
 
 def with_experts_turned(architecture: str | None, weights: dict[str, Entry]) -> dict[str, Entry]:

@@ -159,9 +159,7 @@ TENSOR_PARALLEL = PROVEN - _ONE_RANK
 
 _SEE = "docs/models.md lists what is served"
 _CONVERTED = "give the version for transformers' own classes, whose name ends with -hf"
-_REMEDIES = dict.fromkeys(
-    ("InternVLChatModel", "LlavaLlamaForCausalLM", "LlavaMistralForCausalLM", "LlavaQwenForCausalLM"), _CONVERTED
-)
+_REMEDIES = dict.fromkeys(("LlavaLlamaForCausalLM", "LlavaMistralForCausalLM", "LlavaQwenForCausalLM"), _CONVERTED)
 
 
 def require_served(architecture: str) -> str:

@@ -16,6 +16,7 @@ from engine.models.config.families.refused import is_refused
 from engine.models.config.families.table import ARCHITECTURES
 from engine.models.config.files.json_file import read_json
 from engine.models.config.files.other_forms import what_to_give
+from engine.models.config.files.own_code import as_known_text
 from engine.models.config.files.quantization import read_quantization, without_quantization
 from engine.models.config.files.text_parts import MULTIMODAL, text_fields
 from engine.models.config.values.limits import require_plausible
@@ -55,6 +56,10 @@ def read_config_json(path: str | Path) -> dict[str, Any]:
     except OSError as error:
         raise ModelLoadError(f"config.json of '{path}' could not be read: {error}") from error
     _require_not_refused(raw)
+    if (text := as_known_text(raw)) is not raw:
+        names = [fields["architectures"][0] for fields in (raw, text)]
+        logger.info("The code of '%s' is not run: of %s the text part is served, as %s", path, *names)
+        raw = text
     if "auto_map" in raw:
         _ignore_own_code(raw, path)
     match text_fields(raw).get("architectures"):

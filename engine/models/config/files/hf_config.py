@@ -14,6 +14,7 @@ from engine.errors import ModelLoadError, shown
 from engine.models.config.families.architectures import MODEL_TYPES
 from engine.models.config.files.config_json import read_config_json
 from engine.models.config.files.json_file import read_json
+from engine.models.config.files.own_code import as_known_text
 from engine.models.config.files.text_parts import text_config, text_fields
 from engine.models.config.files.without_transformers import plain_config
 from engine.models.gguf.file import is_gguf
@@ -48,7 +49,8 @@ def read_with_transformers(path: str | Path) -> Any:
     from transformers import CONFIG_MAPPING, AutoConfig, __version__  # slow to import
 
     directory = Path(path)
-    raw = read_config_json(directory) if is_gguf(directory) else read_json(directory / "config.json")
+    stored = read_config_json(directory) if is_gguf(directory) else read_json(directory / "config.json")
+    raw = as_known_text(stored)
     model_type = raw.get("model_type")
     known = MODEL_TYPES.get(model_type, model_type) if isinstance(model_type, str) else None
     if known is None or known not in CONFIG_MAPPING:
@@ -57,7 +59,7 @@ def read_with_transformers(path: str | Path) -> Any:
             "not know; docs/models.md lists what is served"
         )
     try:
-        if is_gguf(directory) or known != model_type:
+        if is_gguf(directory) or raw is not stored or known != model_type:
             return CONFIG_MAPPING[known].from_dict(raw)
         return text_config(AutoConfig.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True))
     except ModelLoadError:

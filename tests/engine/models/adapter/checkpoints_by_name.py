@@ -10,10 +10,25 @@ from engine.models.config.families.table import ARCHITECTURES
 from engine.models.config.files.text_parts import TEXT_ARCHITECTURES
 from tests.engine.models.config.test_refused_checkpoints import PUBLISHED as REFUSED_CHECKPOINTS
 from tests.engine.models.gguf.converted import ARCHITECTURES as GGUF_MODELS
+from tests.engine.models.multimodal.test_own_code import PUBLISHED as OWN_CODE
 from tests.engine.models.multimodal.tiny_checkpoints import COMPARED_APART, TINY
 
-# GGUF files of these are refused, whatever their text part is: words are split, or queries ordered, in another way.
-NOT_AS_GGUF = ("DeepSeek-V2", "Kimi-K2", "GLM-4.1V", "GLM-4.5V", "GLM-4.6V")
+# GGUF files of these are refused, whatever their text part is: words are split, or queries ordered, in another way. Or
+# it is not known that there are any.
+NOT_AS_GGUF = (
+    *("DeepSeek-V2", "Kimi-K2", "GLM-4.1V", "GLM-4.5V", "GLM-4.6V"),
+    *(
+        "Kimi-VL",
+        "MiMo-7B",
+        "NVIDIA-Nemotron-Nano-12B-v2-VL",
+        "Skywork-R1V",
+        "Eagle2.5",
+        "Intern-S1",
+        "Ovis",
+        "dots.ocr",
+    ),
+    *("Phi-3.5-vision", "Phi-4-multimodal", "Llama-3.1-Nemotron-Nano-VL"),
+)
 
 # Of models of text, by the architecture in their config.json.
 TEXT_CHECKPOINTS = {
@@ -71,6 +86,7 @@ def by_name() -> str:
     rows = [_served(names, ALIASES.get(name, name)) for name, names in TEXT_CHECKPOINTS.items()]
     rows += [_served(tiny.published, TEXT_ARCHITECTURES[tiny.text_type], is_part=True) for tiny in TINY.values()]
     rows += [_served(names, TEXT_ARCHITECTURES[part], is_part=True) for names, (_, part) in COMPARED_APART.items()]
+    rows += [_served(names, kind.part, is_part=True) for names, kind in OWN_CODE.items()]
     refused: dict[str, list[str]] = {}
     for name, (architecture, _, fields, _) in REFUSED_CHECKPOINTS.items():
         part = TEXT_ARCHITECTURES.get(fields.get("text_config", {}).get("model_type"), architecture)

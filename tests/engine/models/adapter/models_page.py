@@ -29,6 +29,7 @@ from tests.engine.models.decoder.latent.latent_families import LATENT_FAMILIES, 
 from tests.engine.models.decoder.llama4.llama4_models import LLAMA4_MODELS
 from tests.engine.models.decoder.recurrent.recurrent_families import RECURRENT_FAMILIES, recurrent_architecture
 from tests.engine.models.gguf.converted import ARCHITECTURES as GGUF_MODELS
+from tests.engine.models.multimodal.test_own_code import PUBLISHED as OWN_CODE
 from tests.engine.models.multimodal.tiny_checkpoints import COMPARED_APART, TINY
 from tests.engine.models.published.text_pairs import TEXT_PAIRS
 from tests.engine.worker.test_tensor_parallel import SHARED_BY_RANKS
@@ -140,7 +141,8 @@ read as transformers reads them; end tokens, dtype and tied embeddings may be gi
 What was compared, with tiny checkpoints that have the fields, names and shards of the published ones
 (`tests/engine/models/multimodal/`): greedy tokens with those of transformers' multimodal class, with chunked prompts,
 preempted requests and cached prompts, of our own decoder and of transformers' modules; for some, every setting, beams
-and two tensor-parallel ranks.
+and two tensor-parallel ranks. Where transformers has no multimodal class of the architecture (the last rows), its class
+of the text part is compared, and code that comes with the checkpoint is not run.
 
 | checkpoints such as | architecture | text part | computed by default by |
 | --- | --- | --- | --- |
@@ -159,7 +161,7 @@ is seen from the tensors, so any layers may be left out. The checkpoint's quanti
 | NVFP4, also mixed with FP8, and with factors of inputs (NVFP4_AWQ) | ModelOpt, compressed-tensors |
 | MXFP4 | GPT-OSS, compressed-tensors, Quark |
 | integers of 4 or 8 bits in groups, with or without zero points and actorder | compressed-tensors |
-| integers of 4 bits in groups (INT4_AWQ) | ModelOpt |
+| integers of 4 bits in groups (INT4_AWQ, W4A8_AWQ) | ModelOpt |
 | GPTQ of 2, 3, 4 or 8 bits, versions 1 and 2, with or without desc_act | GPTQModel, AutoGPTQ, AutoRound |
 | AWQ (gemm) | AutoAWQ, AutoRound |
 | NF4, FP4, also with double quantisation; 8-bit | bitsandbytes |
@@ -256,7 +258,9 @@ def render() -> str:
     rows += "".join(f"\n| its text part is `{part}` | {', '.join(names)} |" for part, names in by_part.items())
     kinds = [(tiny.published, tiny.architecture, tiny.text_type) for tiny in TINY.values()]
     kinds += [(names, *types) for names, types in COMPARED_APART.items()]
-    multimodal = "\n".join(_multimodal_row(*kind) for kind in kinds)
+    parts = [(published, name, TEXT_ARCHITECTURES[text_type]) for published, name, text_type in kinds]
+    parts += [(published, kind.architecture, kind.part) for published, kind in OWN_CODE.items()]
+    multimodal = "\n".join(_multimodal_row(*row) for row in parts)
     num_pairs = len(TEXT_PAIRS) + 2 * len(TINY)
     return (
         f"{head}{served}\n{MULTIMODAL_HEAD}{multimodal}\n{REFUSALS.format(rows=rows, num_pairs=num_pairs, **_gguf())}"
@@ -273,8 +277,7 @@ def _gguf() -> dict[str, str]:
     }
 
 
-def _multimodal_row(published: str, architecture: str, text_type: str) -> str:
-    part = TEXT_ARCHITECTURES[text_type]
+def _multimodal_row(published: str, architecture: str, part: str) -> str:
     default = "our own decoder" if part in ARCHITECTURES else "transformers' modules"
     return f"| {published} | `{architecture}` | `{part}` | {default} |"
 

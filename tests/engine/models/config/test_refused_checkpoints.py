@@ -34,16 +34,14 @@ def part(name: str, reason: str) -> str:
 PUBLISHED: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "DeepSeek-V4-Flash": ("DeepseekV4ForCausalLM", "deepseek_v4", FP8, INDEXED),
     "DeepSeek-V4-Flash-FP8": ("DeepseekV4ForCausalLM", "deepseek_ref", FP8, INDEXED),
-    "InternVL3-8B": (
-        "InternVLChatModel",
-        "internvl_chat",
+    "LLaVA-OneVision of its own code": (
+        "LlavaQwenForCausalLM",
+        "llava",
         OWN_CODE,
         f"{NO_CLASS}; give the version for transformers' own classes, whose name ends with -hf",
     ),
-    "Kimi-VL-A3B": ("KimiVLForConditionalGeneration", "kimi_vl", OWN_CODE, NO_CLASS),
     "Kimi-K3": ("KimiK3ForConditionalGeneration", "kimi_k3", OWN_CODE, "its text part is not Kimi Linear"),
     "Llama-3_3-Nemotron-Super-49B": ("DeciLMForCausalLM", "nemotron-nas", OWN_CODE, NO_CLASS),
-    "MiMo-7B-Base": ("MiMoForCausalLM", "mimo", {}, NO_CLASS),
     "Llama-3.2-11B-Vision-Instruct": ("MllamaForConditionalGeneration", "mllama", {}, NOT_COMPARED),
     "MiniMax-M3": ("MiniMaxM3ForCausalLM", "minimax_m3", {}, INDEXED),
     "MiniMax-M3-NVFP4": (
@@ -53,7 +51,6 @@ PUBLISHED: dict[str, tuple[str, str, dict[str, Any], str]] = {
         part("MiniMaxM3VLForCausalLM", INDEXED),
     ),
     "LongCat-Flash-Chat": ("LongcatFlashForCausalLM", "longcat_flash", OWN_CODE, TWO_HALVES),
-    "Phi-4-multimodal-instruct": ("Phi4MMForCausalLM", "phi4mm", OWN_CODE, NO_CLASS),
     "Step-3.7-Flash": ("Step3p7FlashForCausalLM", "step3p7", FP8, "its layers differ in the number of their att"),
     "whisper-large-v3": ("WhisperForConditionalGeneration", "whisper", {}, "it is an encoder, or needs one"),
 }
