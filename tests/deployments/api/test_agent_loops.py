@@ -191,7 +191,11 @@ def _turn(items: list[Any]) -> Turn:
 
 AGENTS: list[Any] = [
     *(pytest.param(chat, format) for format in WRITERS),
-    *(pytest.param(agent, format) for agent in (responses, messages) for format in FEW),
+    *(
+        pytest.param(agent, format, marks=() if format in FEW else pytest.mark.long)
+        for agent in (responses, messages)
+        for format in WRITERS
+    ),
     *(
         pytest.param(agent, format, marks=pytest.mark.long)
         for agent in (agents_chat, agents_responses)

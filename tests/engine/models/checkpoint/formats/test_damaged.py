@@ -6,6 +6,7 @@ Hypothesis removes, cuts, transposes and converts tensors, overwrites their byte
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from engine.errors import ModelLoadError, PagodaError
+from engine.models.adapter.loader import load_transformers_decoder
 from engine.models.config.files.hf_config import load_hf_config
+from engine.models.config.implementation import read_shape
+from engine.models.config.transformers_config import TransformersConfig
 from engine.models.decoder.loader import load_decoder
 from engine.models.tensor_parallel import TensorParallel
 from tests.engine.models.checkpoint.damaged_checkpoints import REMEDY
@@ -30,8 +34,23 @@ from tests.engine.models.checkpoint.formats import test_gptq_awq as of_gptq_awq
 from tests.engine.models.checkpoint.formats import test_mlx as of_mlx
 from tests.engine.models.checkpoint.formats import test_modelopt_int4 as of_modelopt_int4
 from tests.engine.models.checkpoint.formats.quantised import Quantised
+from tests.engine.models.published import test_stacked_experts as of_modelopt_stacks
 
 FILE = "model.safetensors"
+
+
+def mlx_stacks(path: Path) -> Quantised:
+    """Write experts as MLX stacks them."""
+    quantised = of_mlx.save(4, path, "qwen3_moe", num_hidden_layers=1, moe_intermediate_size=64)
+    save_file(of_mlx.stacked(load_file(quantised.path / FILE)), quantised.path / FILE, {"format": "pt"})
+    return quantised
+
+
+def modelopt_stacks(name: str) -> Callable[[Path], Quantised]:
+    """Return a function that writes experts as ModelOpt stacks them."""
+    return lambda path: of_modelopt_stacks.save(name, path)
+
+
 KINDS: dict[str, Callable[[Path], Quantised]] = {
     "fp8 block": lambda path: of_fp8.save("block", path, num_hidden_layers=1),
     "fp8 channel": lambda path: of_fp8.save("channel", path, num_hidden_layers=1),
@@ -48,8 +67,16 @@ KINDS: dict[str, Callable[[Path], Quantised]] = {
     "mlx": lambda path: of_mlx.save(4, path, num_hidden_layers=1),
     "mlx nvfp4": lambda path: of_mlx.save_mode("nvfp4", path, num_hidden_layers=1),
     "mlx mxfp8": lambda path: of_mlx.save_mode("mxfp8", path, num_hidden_layers=1),
+    "gpt-oss": of_fp4.save_gpt_oss,
+    "mlx stacks": mlx_stacks,
+    "nvfp4 stacks, a scale for each": modelopt_stacks("Gemma 4, a scale for each expert"),
+    "nvfp4 stacks by inputs": modelopt_stacks("Llama-4-Scout-17B-16E-Instruct-FP4"),
+    "fp8 stacks by inputs": modelopt_stacks("Llama-4-Scout-17B-16E-Instruct-FP8"),
+    "mxfp4 stacks": modelopt_stacks("Gemma 4 in MXFP4"),
 }
+# The beginning of the names of the weight that is damaged.
 MODULE = "model.layers.0.mlp.up_proj"
+STACKS = re.compile(r"model\.layers\.0\.(mlp|feed_forward)?\.?(experts|switch_mlp)\b")
 
 IN_MAKE_TEST = ("fp8 block", "int4", "gptq", "nf4", "mlx")
 
@@ -76,7 +103,13 @@ def load_as(path: Path, dtype: torch.dtype) -> PagodaError | None:
     options: dict[str, Any] = {"dtype": dtype, "device": torch.device("cpu"), "max_model_len": 64}
     raised: PagodaError | None = None
     try:
-        load_decoder(path, load_hf_config(path), **options, parallel=TensorParallel())
+        config = load_hf_config(path)
+        shape = read_shape(config, "auto")
+        if isinstance(shape, TransformersConfig):
+            del options["max_model_len"]
+            load_transformers_decoder(path, shape, **options, parallel=TensorParallel())
+        else:
+            load_decoder(path, config, **options, parallel=TensorParallel())
     except PagodaError as error:
         raised = error
     if raised is not None:
@@ -112,11 +145,27 @@ CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor | None]] = {
 }
 
 
+def draw_part(data: st.DataObject, good: Path) -> tuple[str, str]:
+    """Return one of the tensors of the weight that is damaged, and what an error about it has to name."""
+    stored = sorted(load_file(good / FILE))
+    stacks = [name for name in stored if STACKS.match(name)]
+    if not stacks:
+        return data.draw(st.sampled_from([name for name in stored if name.startswith(MODULE)])), MODULE
+    name = data.draw(st.sampled_from(stacks))
+    found = STACKS.match(name)
+    assert found is not None
+    return name, found[0]
+
+
+def names_module(error: PagodaError, module: str) -> bool:
+    """Return whether an error names a module as it is stored, or as transformers has it."""
+    return any(name in str(error) for name in (module, module.replace("switch_mlp", "experts")))
+
+
 @settings(max_examples=8, deadline=None)
 @given(data=st.data(), change=st.sampled_from(sorted(CHANGES)))
 def test_a_damaged_part_of_a_weight_is_named(good: Path, data: st.DataObject, change: str) -> None:
-    names = sorted(name for name in load_file(good / FILE) if name.startswith(MODULE))
-    name = data.draw(st.sampled_from(names))
+    name, module = draw_part(data, good)
 
     def damage(tensors: dict[str, torch.Tensor]) -> None:
         changed = CHANGES[change](tensors.pop(name))
@@ -124,14 +173,13 @@ def test_a_damaged_part_of_a_weight_is_named(good: Path, data: st.DataObject, ch
             tensors[name] = changed
 
     error = load_changed(good, damage)
-    assert error is None or MODULE in str(error), error
+    assert error is None or names_module(error, module), error
 
 
 @settings(max_examples=8, deadline=None)
 @given(data=st.data(), octets=st.binary(min_size=1, max_size=64))
 def test_other_bytes_give_weights_or_an_error(good: Path, data: st.DataObject, octets: bytes) -> None:
-    names = sorted(name for name in load_file(good / FILE) if name.startswith(MODULE))
-    name = data.draw(st.sampled_from(names))
+    name, module = draw_part(data, good)
 
     def damage(tensors: dict[str, torch.Tensor]) -> None:
         memory = tensors[name].contiguous().view(-1).view(torch.uint8)
@@ -139,7 +187,7 @@ def test_other_bytes_give_weights_or_an_error(good: Path, data: st.DataObject, o
         memory[:size] = torch.tensor(list(octets[:size]), dtype=torch.uint8)
 
     error = load_changed(good, damage)
-    assert error is None or MODULE in str(error), error
+    assert error is None or names_module(error, module), error
 
 
 JSON = st.recursive(
