@@ -114,9 +114,7 @@ class Sequence:
         self.content_ids: list[int] = []  # content id of each published or matched block
         self.num_chained_tokens = 0  # cached when it started, in blocks of which it may use a part: where prompts part
         self.state_slot = -1  # of its states, while it runs; -1 if the model has none
-        self.kept_snapshot: tuple[int, int] | None = (
-            None  # that of its answer: its block and its id, see StateSlots.keep
-        )
+        self.kept_snapshot: tuple[int, int] | None = None  # that of its answer: its block and id, see KeptSnapshots
         self.first_pages: list[int] = []  # for each window: the first block of the table whose page it holds
         self.cache_epoch = 0  # of the prefix cache when the sequence started; it publishes its blocks there only
         # BlockManager.allocate must be called when num_computed_tokens reaches this.

@@ -67,13 +67,14 @@ def plan_snapshots(
 
 def leave_snapshot(sequence: Sequence, states: StateSlots, chain: PrefixCache, pool: BlockPool) -> None:
     """Free a sequence's state; the snapshot of its answer stays, if the block that it hangs on is published."""
-    if (kept_block := states.kept_block(sequence)) is not None:
-        block = pool.blocks[kept_block]
-        if block.block_hash is None:
-            holder = chain.holder(sequence, sequence.block_table.index(kept_block))
-            if holder is None:
-                states.snapshots.detach(kept_block)
-            else:
-                states.snapshots.move(block, holder)
-    sequence.kept_snapshot = None
+    kept_block = states.kept.block_of(sequence)
+    if kept_block is not None and (block := pool.blocks[kept_block]).block_hash is None:
+        holder = chain.holder(sequence, sequence.block_table.index(kept_block))
+        if holder is None:
+            states.kept.move_on(sequence)
+        else:
+            states.kept.end(sequence)
+            states.snapshots.move(block, holder)
+    else:
+        states.kept.end(sequence)
     states.release(sequence)

@@ -10,9 +10,9 @@ has seen. Slots are in one of three states:
 
 Snapshots are large, so they are taken where they will be used: at the last full block of a prompt, where a prompt
 leaves a chain that others continue differently (as Marconi does, Pan et al., 2024), and at the last full block of an
-answer. The snapshot of an answer moves with it from block to block. Further snapshots, one after every ``interval``
-tokens of a prefill, are for the first prompt that leaves a chain. They are unlikely to be used: until a match resumes
-there they are lost before all others, the oldest first, and they take no slot from others.
+answer. The snapshot of an answer moves with it from block to block: see kept_snapshots.py. Further snapshots, one after
+every ``interval`` tokens of a prefill, are for the first prompt that leaves a chain. They are unlikely to be used:
+until a match resumes there they are lost before all others, the oldest first, and they take no slot from others.
 
 A prefill writes its snapshots while it computes; they can be matched from the next step on. All others are copies,
 which are made before the step computes, as if all at the same time.
@@ -28,6 +28,7 @@ from collections.abc import Collection
 from collections.abc import Sequence as GenericSequence
 
 from engine.kv.attachments.attached_pages import AttachedPages
+from engine.kv.attachments.kept_snapshots import STAYS, KeptSnapshots
 from engine.kv.attachments.state_events import StateEvents
 from engine.kv.attachments.step_saves import StepSaves
 from engine.kv.block_pool import Block
@@ -61,6 +62,11 @@ class Snapshots(AttachedPages):
         """Whether the device or the store has the states after block ``index`` of a match."""
         return match.block_id(index) in self.by_block or self.stored(match, index) is not None
 
+    def mark_likely(self, page: Block) -> None:
+        """Keep a snapshot as if a match had just resumed there; it no longer moves with the answer that left it."""
+        page.content_id = STAYS
+        super().mark_likely(page)
+
     def clear(self) -> None:
         super().clear()
         self.events.cleared()
@@ -81,6 +87,7 @@ class StateSlots:
         max_used: sequences that may have a slot at once. The other slots are for snapshots.
         snapshots: the slots that hang on blocks.
         saves: those that the next step writes.
+        kept: those that move along with answers.
         slots: the states of the slots.
     """
 
@@ -97,9 +104,9 @@ class StateSlots:
         self.max_used = num_slots - num_snapshots
         self.snapshots = Snapshots(num_slots, blocks, num_host_slots, record=record_events)
         self.saves = StepSaves(self.snapshots, blocks, interval)
+        self.kept = KeptSnapshots(self.snapshots)
         self.slots = self.snapshots.pages
         self._num_used = 0
-        self._num_kept = 0
         self._held: list[Block] = []  # sources of this step's copies, until they are made
         self._backups: dict[Sequence, Block] = {}  # of sequences whose step computes draft tokens
 
@@ -142,6 +149,7 @@ class StateSlots:
         self._num_used += 1
         child.state_slot = self._take().block_id
         self.snapshots.copy(parent.state_slot, child.state_slot)
+        self.kept.share(parent, child)
 
     def release(self, sequence: Sequence) -> None:
         """Free the slot of a sequence, and drop the snapshots that it has not written yet."""
@@ -210,27 +218,19 @@ class StateSlots:
     def keep(self, sequence: Sequence, block: Block) -> None:
         """Keep the state of a sequence, which has just computed the last token of ``block``, instead of its last one.
 
-        Nothing is kept if running sequences may need all slots, or if the block has a snapshot already.
+        Nothing is kept if running sequences may need all slots, or if the block is published with a snapshot already.
         """
-        if (kept_block := self.kept_block(sequence)) is not None:
-            self.snapshots.detach(kept_block)
-        sequence.kept_snapshot = None
+        self.kept.move_on(sequence)
         if (existing := self.snapshots.by_block.get(block.block_id)) is not None:
-            self.snapshots.mark_likely(existing)
+            if block.block_hash is None:  # of a fork
+                self.kept.keep(sequence, block, existing)
+            else:
+                self.snapshots.mark_likely(existing)
         elif self._make_spare(1):
             slot = self._take()
             self.snapshots.copy(sequence.state_slot, slot.block_id)
             self.snapshots.cache(block.block_id, slot)
-            slot.content_id, self._num_kept = self._num_kept, self._num_kept + 1
-            sequence.kept_snapshot = block.block_id, slot.content_id
-
-    def kept_block(self, sequence: Sequence) -> int | None:
-        """Return the block on which the snapshot of a sequence's answer hangs, if it still hangs there."""
-        if sequence.kept_snapshot is None:
-            return None
-        block_id, content_id = sequence.kept_snapshot
-        slot = self.snapshots.by_block.get(block_id)
-        return block_id if slot is not None and slot.content_id == content_id else None
+            self.kept.keep(sequence, block, slot)
 
     # --- a step -------------------------------------------------------------------------------------------------
 
@@ -276,6 +276,7 @@ class StateSlots:
         kept = Counter(slot.block_id for slot in (*self._held, *self._backups.values()))
         self.slots.check_integrity(users + kept)
         assert not self.saves, "saves of a step are left"
+        self.kept.check_integrity(sequences)
         assert self._backups.keys() <= set(sequences), "a state from before a step is left"
         assert self.snapshots.copies.keys() <= users.keys(), "copies of a step are left"
         self.snapshots.check_integrity(block_ids)

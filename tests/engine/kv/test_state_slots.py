@@ -207,6 +207,47 @@ def test_a_sequence_replaces_its_own_snapshot_and_no_other() -> None:
     assert list(states.snapshots.by_block) == [1, 2]
 
 
+def two_that_share(num_slots: int = 12) -> tuple[StateSlots, list[Block], Sequence, Sequence]:
+    """Return slots and blocks for two sequences, of which the first has left a snapshot on block 0."""
+    states = StateSlots(num_slots, 4, blocks := [Block(block_id) for block_id in range(4)])
+    first, second = make_sequence([1]), make_sequence([2])
+    for sequence in (first, second):
+        states.start(sequence, PrefixMatch(), 0)
+    states.keep(first, blocks[0])
+    return states, blocks, first, second
+
+
+def test_a_snapshot_that_another_answer_shares_stays_where_it_is() -> None:
+    """As of two answers to one prompt, of which one ends where the other goes on."""
+    states, blocks, first, second = two_that_share()
+    states.keep(second, blocks[0])
+    states.keep(first, blocks[1])
+    assert sorted(states.snapshots.by_block) == [0, 1]
+
+
+def test_a_snapshot_at_which_another_prompt_ends_stays_where_it_is() -> None:
+    states, blocks, first, second = two_that_share()
+    states.save(second, SIZE, blocks[0], is_likely=True)
+    states.keep(first, blocks[1])
+    assert sorted(states.snapshots.by_block) == [0, 1]
+
+
+def test_a_snapshot_from_which_another_prompt_has_resumed_stays_where_it_is() -> None:
+    states, blocks, first, _ = two_that_share()
+    states.start(make_sequence([3]), PrefixMatch(blocks=(blocks[0],), num_tokens=SIZE), 1)
+    states.keep(first, blocks[1])
+    assert sorted(states.snapshots.by_block) == [0, 1]
+
+
+def test_a_snapshot_that_takes_the_place_of_another_one_stays_where_it_is() -> None:
+    """An answer that has ended leaves its snapshot to the block that is published, which may have one."""
+    states, blocks, first, second = two_that_share()
+    states.keep(second, blocks[2])
+    states.snapshots.move(blocks[2], blocks[0])
+    states.keep(first, blocks[1])
+    assert sorted(states.snapshots.by_block) == [0, 1]
+
+
 def test_a_snapshot_dies_with_its_block() -> None:
     engine, _ = make(num_blocks=4)
     ask(engine, "first", list(range(10)))
