@@ -11,7 +11,7 @@ It copies pages by id. The block manager decides which page belongs to which seq
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -25,10 +25,10 @@ from engine.kv.pool_sizes import PoolSizes
 from engine.kv.tiers.host_memory import HostMemory
 from engine.kv.tiers.page_format import PageKind
 from kernels.attention.window import Window
-from kernels.cpu.prefaulter import Prefaulter
 
 __all__ = ["KVCache"]
 
+_SLOTS_AHEAD = 4  # to prefault; the states of a sequence take many megabytes
 _REMEDY = "lower num_blocks, kv_cache_memory or gpu_memory_utilization"
 
 
@@ -41,7 +41,7 @@ class KVCache:
         block_size: tokens per block, and per page of a window.
         dtype: dtype of keys, values and latents; states are float32.
         device: device on which kernels read them.
-        num_blocks_ahead: blocks to prefault before they are used; only with CPU kernels.
+        num_blocks_ahead: blocks, and pages of each window, to prefault before they are used; only with CPU kernels.
 
     Attributes:
         layers: each declaration's tensors: (keys, values), ``[num_pages, block_size, heads, key_dim or value_dim]``,
@@ -83,10 +83,10 @@ class KVCache:
         self.slots = pages("state slot", states, sizes.num_slots, **options)
         own = list(self._tensors(layers))
         self.layers = [own[layer.index if isinstance(layer, SharedWith) else i] for i, layer in enumerate(layers)]
-        self._prefaulter = None
-        if num_blocks_ahead and self.blocks.parts:
-            self._prefaulter = Prefaulter(self.blocks.parts, num_blocks_ahead)
-            self._prefaulter.use(0)
+        if num_blocks_ahead:
+            for pool in (self.blocks, *self.windows.values()):
+                pool.prefault(num_blocks_ahead)
+            self.slots.prefault(_SLOTS_AHEAD)
 
     def _tensors(self, layers: Sequence[LayerCache]) -> Iterator[tuple[torch.Tensor, ...]]:
         """Yield each declaration's own tensors: the parts of the pools, in the order of their shapes."""
@@ -123,10 +123,18 @@ class KVCache:
         """Tokens that the blocks hold."""
         return self.sizes.num_blocks * self.block_size
 
-    def expect(self, slot_mapping: npt.NDArray[np.int64]) -> None:
-        """Prefault the blocks after those that the next step writes; returns at once."""
-        if self._prefaulter is not None:
-            self._prefaulter.use(int(slot_mapping.max()) // self.block_size)
+    def expect(self, slot_mapping: npt.NDArray[np.int64], of_windows: Iterable[npt.NDArray[np.int64]] = ()) -> None:
+        """Prefault the blocks and pages after those that the next step writes; returns at once.
+
+        Slots of states are expected by the copies to them, and by ``expect_slots``.
+        """
+        for pool, mapping in zip((self.blocks, *self.windows.values()), (slot_mapping, *of_windows), strict=False):
+            pool.expect(int(mapping.max()) // self.block_size)
+
+    def expect_slots(self, slots: npt.NDArray[np.int32]) -> None:
+        """Prefault the slots after those that the next step writes; returns at once."""
+        if len(slots):
+            self.slots.expect(int(slots.max()))
 
 
 def _shapes(layers: Sequence[LayerCache], window: Window | None, block_size: int) -> list[tuple[int, ...]]:

@@ -23,6 +23,7 @@ from engine.errors import ConfigError, KVCacheError
 from engine.kv.page_copies import PageCopies
 from engine.kv.pinned_memory import pinned_zeros, unpin
 from kernels.cpu.memory import huge_zeros
+from kernels.cpu.prefaulter import Prefaulter
 from kernels.device_copy import to_device
 
 __all__ = ["PageMemory"]
@@ -74,6 +75,7 @@ class PageMemory:
             self._host = self._make_host_pool((num_host_pages, self.bytes_per_page))
         parts = {shape: iter(pool) for shape, pool in pools.items()}
         self.parts = [next(parts[shape]) for shape in shapes]
+        self._prefaulter: Prefaulter | None = None
         # For each shape [num_parts, num_pages, words] on the device and [num_host_pages, num_parts, words] there.
         self._words = _as_words([pool.flatten(2) for pool in pools.values()])
         self._host_words = _split_host_pool(self._host, self._words)
@@ -84,6 +86,17 @@ class PageMemory:
         pool = pinned_zeros(shape, torch.uint8)
         weakref.finalize(self, unpin, pool, self.device)  # which keeps the memory until it is unlocked
         return pool
+
+    def prefault(self, num_ahead: int) -> None:
+        """From now on have this many pages after those in use prefaulted; needs the CPU kernels."""
+        if num_ahead and self.num_bytes:
+            self._prefaulter = Prefaulter(self.parts, num_ahead)
+            self._prefaulter.use(0)
+
+    def expect(self, page_id: int) -> None:
+        """Prefault the pages after one that the next step writes; returns at once."""
+        if self._prefaulter is not None:
+            self._prefaulter.use(page_id)
 
     @property
     def num_bytes(self) -> int:
@@ -126,6 +139,7 @@ class PageMemory:
             KVCacheError: for a page that does not exist or is a target twice; nothing has been copied then.
         """
         sources, targets = self._check_pairs(pairs, self._on_device, self._on_device)
+        self.expect(max(targets, default=-1))
         if self.device.type == "cpu" and set(sources).isdisjoint(targets):
             # Extra memory is new to the process each time: its pages would cost more than the copies.
             for words in self._words:

@@ -98,7 +98,10 @@ class ModelWorker:
         self._copy_pages(plan)
         if not len(plan.token_ids):  # a step may only copy blocks or states
             return None
-        self.kv_cache.expect(plan.slot_mapping)
+        self.kv_cache.expect(plan.slot_mapping, [window.slot_mapping for window in plan.windows])
+        if plan.recurrent is not None:
+            self.kv_cache.expect_slots(plan.recurrent.slots)
+            self.kv_cache.expect_slots(plan.recurrent.save_slots)
         if (graph := self.graphs.find(plan)) is not None:
             logit_indices = graph.inputs.load(plan)
             plan.take_sampled(graph.inputs.token_ids, sampled, graph.inputs.recurrent)

@@ -258,7 +258,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pagoda_pack_rows_for": (None, (_ROWS, _POINTER, _INT32, _WEIGHT, _POINTER, _FLOAT)),
     "pagoda_pack_weight": (None, (*(_POINTER,) * 4, *(_INT32,) * 7)),
     "pagoda_prefault_free": (None, (_POINTER,)),
-    "pagoda_prefault_new": (_POINTER, (_POINTERS, _INT64, _INT64, _INT64, _INT32)),
+    "pagoda_prefault_new": (_POINTER, (_POINTERS, ctypes.POINTER(_INT64), _INT64, _INT64, _INT32)),
     "pagoda_prefault_num_ready": (_INT64, (_POINTER,)),
     "pagoda_prefault_want": (None, (_POINTER, _INT64)),
     "pagoda_quantize_codes": (None, (*(_POINTER,) * 3, _INT32, _INT64, _INT64, _INT32)),

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from engine.kv.kv_cache import KVCache
-from engine.kv.layer_cache import KeyValue
+from engine.kv.layer_cache import IndexKey, KeyValue, Latent, State
+from engine.kv.page_copies import PageCopies
+from engine.kv.page_memory import PageMemory
 from engine.kv.pool_sizes import PoolSizes
 from kernels.cpu.library import library
 from kernels.cpu.memory import huge_zeros
@@ -145,6 +147,11 @@ print(prefaulter.num_ready < 32_000)
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "True\n")
 
 
+def prefaulter_of(pool: PageMemory) -> Prefaulter:
+    assert pool._prefaulter is not None
+    return pool._prefaulter
+
+
 def test_a_cache_is_ready_for_the_first_step_and_for_expected_slots() -> None:
     cache = KVCache(
         [KeyValue(heads=8, key_dim=128, value_dim=128)] * 2,
@@ -154,14 +161,56 @@ def test_a_cache_is_ready_for_the_first_step_and_for_expected_slots() -> None:
         device=torch.device("cpu"),
         num_blocks_ahead=64,
     )
-    assert cache._prefaulter is not None
-    wait(cache._prefaulter, 65)
+    wait(prefaulter_of(cache.blocks), 65)
     for layer in cache.layers:
         for part in layer:
             assert num_resident_bytes(part[:65]) >= part[:65].nbytes
     cache.expect(np.array([3, 500 * 16 + 5, -1]))
-    wait(cache._prefaulter, 565)
+    wait(prefaulter_of(cache.blocks), 565)
     assert num_resident_bytes(cache.layers[1][1][:565]) >= cache.layers[1][1][:565].nbytes
+
+
+def test_blocks_whose_parts_differ_in_size_are_ready() -> None:
+    """Latents are wider than the keys of an indexer, whose memory ends sooner."""
+    for layers in ([Latent(512, 64), IndexKey(128)], [IndexKey(128), Latent(512, 64)]):
+        cache = KVCache(
+            layers,
+            PoolSizes(1000),
+            block_size=64,
+            dtype=torch.bfloat16,
+            device=torch.device("cpu"),
+            num_blocks_ahead=30,
+        )
+        wait(prefaulter_of(cache.blocks), 31)
+        for used, num_ready in ((900, 931), (999, 1000)):
+            cache.expect(np.array([used * 64]))
+            wait(prefaulter_of(cache.blocks), num_ready)
+            for (part,) in cache.layers:
+                assert num_resident_bytes(part[:num_ready]) >= part[:num_ready].nbytes
+
+
+def test_pages_of_windows_and_slots_of_states_are_ready() -> None:
+    """A slot is used by a sequence, by the snapshot of a prefill, or as the target of a copy."""
+    cache = KVCache(
+        [KeyValue(heads=8, key_dim=128, value_dim=128, window=512), State(((3, 4096), (32, 128, 128)))],
+        PoolSizes(1000, num_window_pages=(1000,), num_slots=40),
+        block_size=16,
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+        num_blocks_ahead=64,
+    )
+    (window,) = cache.windows.values()
+    wait(prefaulter_of(window), 65)
+    cache.expect(np.array([999 * 16]), [np.array([500 * 16 + 5, -1])])
+    wait(prefaulter_of(window), 565)
+    slots = prefaulter_of(cache.slots)
+    wait(slots, 5)
+    cache.expect_slots(np.array([2, 9, -1], dtype=np.int32))
+    wait(slots, 14)
+    cache.slots.make(PageCopies([], [], [(9, 20)]))
+    wait(slots, 25)
+    for part in cache.layers[1]:
+        assert num_resident_bytes(part[:25]) >= part[:25].nbytes
 
 
 def test_a_cache_prefaults_nothing_by_default() -> None:

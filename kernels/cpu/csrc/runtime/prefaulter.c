@@ -13,13 +13,18 @@
 
 enum { BLOCKS_AT_ONCE = 8, POPULATE_WRITE = 23 /* MADV_POPULATE_WRITE, Linux 5.14 */ };
 
+typedef struct {
+    char *start;
+    int64_t block_bytes;
+} part;
+
 struct pagoda_prefault {
     atomic_int_fast64_t num_wanted, num_ready;
     atomic_bool is_running, is_stopped;
     atomic_int users; /* the owner, and the thread while it runs; the last one frees */
     bool is_polite;
-    int64_t num_parts, block_bytes, num_blocks;
-    char *parts[];
+    int64_t num_parts, num_blocks;
+    part parts[];
 };
 
 /* Drops one user; the last one frees. */
@@ -42,12 +47,13 @@ static bool populate(char *from, size_t bytes) {
 static void make_ready(pagoda_prefault *prefault) {
     int64_t first = atomic_load(&prefault->num_ready), end = atomic_load(&prefault->num_wanted);
     if (end > first + BLOCKS_AT_ONCE) end = first + BLOCKS_AT_ONCE;
-    int64_t offset = first * prefault->block_bytes, bytes = (end - first) * prefault->block_bytes;
-    for (int64_t part = 0; part < prefault->num_parts && !atomic_load(&prefault->is_stopped); part++)
-        if (!populate(prefault->parts[part] + offset, (size_t)bytes)) {
+    for (int64_t i = 0; i < prefault->num_parts && !atomic_load(&prefault->is_stopped); i++) {
+        const part *p = &prefault->parts[i];
+        if (!populate(p->start + first * p->block_bytes, (size_t)((end - first) * p->block_bytes))) {
             end = prefault->num_blocks; /* this system cannot, so the first write has to wait */
             break;
         }
+    }
     atomic_store(&prefault->num_ready, end);
 }
 
@@ -72,16 +78,15 @@ static void *run(void *args) {
     return NULL;
 }
 
-pagoda_prefault *pagoda_prefault_new(void *const *parts, int64_t num_parts, int64_t block_bytes, int64_t num_blocks,
-                                     int32_t is_polite) {
-    pagoda_prefault *prefault = calloc(1, sizeof *prefault + (size_t)num_parts * sizeof *parts);
+pagoda_prefault *pagoda_prefault_new(void *const *parts, const int64_t *block_bytes, int64_t num_parts,
+                                     int64_t num_blocks, int32_t is_polite) {
+    pagoda_prefault *prefault = calloc(1, sizeof *prefault + (size_t)num_parts * sizeof(part));
     if (!prefault) return NULL;
     atomic_init(&prefault->users, 1);
     prefault->is_polite = is_polite;
     prefault->num_parts = num_parts;
-    prefault->block_bytes = block_bytes;
     prefault->num_blocks = num_blocks;
-    memcpy(prefault->parts, parts, (size_t)num_parts * sizeof *parts);
+    for (int64_t i = 0; i < num_parts; i++) prefault->parts[i] = (part){parts[i], block_bytes[i]};
     return prefault;
 }
 

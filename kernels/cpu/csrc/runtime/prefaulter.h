@@ -6,10 +6,10 @@
 
 typedef struct pagoda_prefault pagoda_prefault;
 
-/* For memory in `num_parts` parts, each of `num_blocks` blocks of `block_bytes`. If `is_polite`, the thread
- * runs only on idle cores. NULL if there is no memory for the structure. */
-pagoda_prefault *pagoda_prefault_new(void *const *parts, int64_t num_parts, int64_t block_bytes, int64_t num_blocks,
-                                     int32_t is_polite);
+/* For memory in `num_parts` parts, each of `num_blocks` blocks; `block_bytes` has the size of a block in each part. If
+ * `is_polite`, the thread runs only on idle cores. NULL if there is no memory for the structure. */
+pagoda_prefault *pagoda_prefault_new(void *const *parts, const int64_t *block_bytes, int64_t num_parts,
+                                     int64_t num_blocks, int32_t is_polite);
 
 /* Makes the first `num_wanted` blocks of every part ready, on the thread; returns at once. One caller at a time. */
 void pagoda_prefault_want(pagoda_prefault *prefault, int64_t num_wanted);
