@@ -50,6 +50,7 @@ def rope_tables(hf_config: Any, rope: RopeConfig, widths: Sequence[int], length:
             table[:, 0] = 1.0  # elements that are not rotated
             rotary_dim = rope.rotary_dim or width
             frequencies, factor = _frequencies(hf_config, layer_type, rotary_dim)
+            factor = factor if rope.has_factor else 1.0
             if len(frequencies) != rotary_dim // 2:  # else torch would resize the table
                 raise ValueError(f"{len(frequencies)} frequencies for {rotary_dim} elements that are rotated")
             angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)

@@ -306,7 +306,6 @@ ARCHITECTURES = {
         stored_names=LLAMA4,
         rotates_neighbours=True,
         has_unrotated_layers=True,
-        rope_types=("default", "linear", "llama3"),
         experts="llama4",
         layer_types=("full_attention", "chunked_attention"),
         grows_queries=True,

@@ -22,6 +22,8 @@ class RopeConfig:
         rotary_dim: elements of a head that are rotated, the first ones; None: all of them, in any layer.
         rotates_neighbours: elements 2i and 2i + 1 of a head are rotated together, not i and i + rotary_dim / 2.
         longrope_length: positions up to which LongRoPE uses its factors for short contexts; None without LongRoPE.
+        has_factor: whether YaRN's factor of cosines and sines counts. It does not where queries and keys are normalized
+            after they are rotated (Llama 4), which the decoder does before, as rotating alone changes no norm.
     """
 
     layer_types: tuple[str | None, ...]
@@ -29,6 +31,7 @@ class RopeConfig:
     rotary_dim: int | None
     rotates_neighbours: bool
     longrope_length: int | None
+    has_factor: bool = True
 
     @classmethod
     def from_hf(cls, config: Any, family: Family, head_dim: int) -> RopeConfig:
@@ -74,6 +77,7 @@ class RopeConfig:
             rotary_dim=None if rotary_dim == head_dim else rotary_dim,
             rotates_neighbours=_rotates_neighbours(config, family),
             longrope_length=longrope_length(sets[0]),
+            has_factor=not (family.qk_norm == "unit" and config.use_qk_norm),
         )
 
     def element_order(self, head_dim: int) -> list[int] | None:

@@ -42,6 +42,14 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 16,
 }
 
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+    "attention_factor": 1.4,
+}
+
 LLAMA4_MODELS: dict[str, dict[str, Any]] = {
     "llama-4-scout": {"use_qk_norm": True, "rope_parameters": _LLAMA3_ROPE},
     "llama-4-maverick": {"use_qk_norm": False, "interleave_moe_layer_step": 2},
@@ -56,12 +64,16 @@ LLAMA4_MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
+EXTENDED: dict[str, dict[str, Any]] = {  # by YaRN, whose factor the norms remove in the first one
+    "yarn": {"use_qk_norm": True, "rope_parameters": _YARN},
+    "yarn without norms": {"use_qk_norm": False, "rope_parameters": _YARN},
+}
 
 
 def build_llama4_model(name: str, **changes: Any) -> PreTrainedModel:
     """Return a seeded random float32 model of transformers."""
     torch.manual_seed(0)
-    model = Llama4ForCausalLM(Llama4TextConfig(**_SHAPE | LLAMA4_MODELS[name] | changes)).eval()
+    model = Llama4ForCausalLM(Llama4TextConfig(**_SHAPE | (LLAMA4_MODELS | EXTENDED)[name] | changes)).eval()
     model.config.architectures = [type(model).__name__]
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():

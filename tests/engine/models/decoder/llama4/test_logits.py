@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.errors import ModelLoadError, UnsupportedModelError
+from engine.errors import ModelLoadError
 from engine.kv.layer_cache import KeyValue
 from engine.models.config.model_config import ModelConfig
 from engine.models.config.shapes.query_growth import QueryGrowth
@@ -28,7 +28,7 @@ from kernels.cpu.linear import has_int8
 from tests.engine.checkpoints import save_checkpoint
 from tests.engine.models.adapter.packed_steps import make_sequences, packed_logits
 from tests.engine.models.decoder.changed_models import TOLERANCE, Change, largest_difference, load
-from tests.engine.models.decoder.llama4.llama4_models import CHUNK, LLAMA4_MODELS, build_llama4_model
+from tests.engine.models.decoder.llama4.llama4_models import CHUNK, EXTENDED, LLAMA4_MODELS, build_llama4_model
 from tests.engine.models.decoder.saved_models import Saved
 from tests.engine.models.ties import require_no_ties
 
@@ -50,7 +50,7 @@ def decoder_type(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     return CpuDecoder
 
 
-@pytest.mark.parametrize("name", LLAMA4_MODELS)
+@pytest.mark.parametrize("name", [*LLAMA4_MODELS, *EXTENDED])
 def test_logits_equal_those_of_transformers(saved: Callable[[str], Saved], name: str, decoder_type: type[Any]) -> None:
     decoder = load(saved(name).path)
     assert type(decoder) is decoder_type
@@ -131,6 +131,8 @@ PLANTED: dict[str, tuple[str, Change]] = {
     "halves rotated": (MAVERICK, _with_rope(rotates_neighbours=False)),
     "no norms of queries and keys": (SCOUT, _with(qk_norm="none")),
     "norms of queries and keys": (MAVERICK, _with(qk_norm="unit")),
+    "YaRN's factor where norms remove it": ("yarn", _with_rope(has_factor=True)),
+    "YaRN's factor left out": ("yarn without norms", _with_rope(has_factor=False)),
     "temperature left out": (SCOUT, _with(query_growth=None)),
     "temperature one position late": (MAVERICK, _with(query_growth=QueryGrowth(beta=0.2, length=4))),
     "temperature where there is none": (OTHER, _with(query_growth=QueryGrowth(beta=0.2, length=4, first=1))),
@@ -174,10 +176,3 @@ def test_a_config_that_cannot_be_served_is_refused(changes: dict[str, Any], mess
         object.__setattr__(config, name, value)
     with pytest.raises(ModelLoadError, match=message):
         ModelConfig.from_hf(config)
-
-
-def test_a_rope_whose_factor_the_norms_would_remove_is_refused() -> None:
-    """transformers normalizes queries and keys after they are rotated."""
-    rope = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 64}
-    with pytest.raises(UnsupportedModelError, match="rope_type='yarn' is not supported"):
-        ModelConfig.from_hf(build_llama4_model(SCOUT, rope_parameters=rope).config)
