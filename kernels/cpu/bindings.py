@@ -21,6 +21,7 @@ __all__ = [
     "CDeltaRuleCall",
     "CExperts",
     "CGroupedCodes",
+    "CIndexer",
     "CLatent",
     "CLayer",
     "CLayerCache",
@@ -170,12 +171,23 @@ class CGroupedCodes(ctypes.Structure):
     )
 
 
+class CIndexer(ctypes.Structure):
+    """``pagoda_indexer``."""
+
+    _fields_ = (
+        *_fields(CWeight, "query", "key", "head_weights"),
+        *_fields(_POINTER, "key_norm", "key_bias"),
+        *_fields(_INT32, "num_heads", "head_dim", "top_k"),
+        *_fields(_FLOAT, "eps"),
+    )
+
+
 class CLatent(ctypes.Structure):
     """``pagoda_latent``."""
 
     _fields_ = (
         *_fields(CWeight, "query", "to_latents", "to_values"),
-        *_fields(_POINTER, "query_norm", "latent_norm", "growth"),
+        *_fields(_POINTER, "query_norm", "latent_norm", "growth", "indexer"),
         *_fields(_INT32, "query_width", "rank", "nope_dim", "rope_dim", "value_dim"),
         *_fields(_FLOAT, "eps"),
     )
@@ -200,7 +212,7 @@ class CLayer(ctypes.Structure):
 class CLayerCache(ctypes.Structure):
     """``pagoda_layer_cache``."""
 
-    _fields_ = _fields(_POINTER, "keys", "values", "slot_mapping", "block_tables", "conv_state", "state")
+    _fields_ = _fields(_POINTER, "keys", "values", "slot_mapping", "block_tables", "index_keys", "conv_state", "state")
 
 
 class CLimits(ctypes.Structure):
@@ -214,7 +226,8 @@ class CStep(ctypes.Structure):
 
     _fields_ = (
         *_fields(_POINTER, "hidden", "addend", "positions", "cu_seqlens_q", "seq_lens"),
-        *_fields(_INT32, "num_tokens", "num_seqs", "max_blocks", "block_size"),
+        *_fields(_INT32, "num_tokens", "num_seqs", "max_blocks", "block_size", "most_chosen"),
+        *_fields(_POINTER, "chosen", "num_chosen", "token_starts"),
         *_fields(_SEQUENCES, "sequences"),
         *_fields(_POINTER, "own_inputs", "words", "row_scales", "wide", "query", "attended", "mixed"),
     )

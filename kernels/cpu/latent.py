@@ -9,6 +9,7 @@ import torch
 
 from kernels.cpu.bindings import CLatent, CWeight
 from kernels.cpu.coded_linear import NOT_CODED, Coded, packed_linear
+from kernels.cpu.indexer import IndexerSizes, PackedIndexer
 from kernels.cpu.linear import LANES, PANELS_AT_ONCE, PackedLinear, WeightKind
 
 __all__ = ["LatentSizes", "PackedLatent"]
@@ -26,6 +27,7 @@ class LatentSizes:
         nope_dim, rope_dim: elements of a head's queries without positions, and of those that are rotated.
         value_dim: elements of a head's values.
         norm_eps: of the norms of both latents.
+        index: of the layer's indexer; None: it has none.
     """
 
     num_heads: int
@@ -35,6 +37,7 @@ class LatentSizes:
     rope_dim: int
     value_dim: int
     norm_eps: float
+    index: IndexerSizes | None = None
 
     @property
     def query_width(self) -> int:
@@ -59,6 +62,7 @@ class PackedLatent:
 
     Attributes:
         query: the projection from the queries' latent; None: there is none.
+        indexer: chooses the tokens that queries attend to; None: the layer has none.
     """
 
     def __init__(self, sizes: LatentSizes, kind: WeightKind, coded: Coded = NOT_CODED) -> None:
@@ -71,11 +75,13 @@ class PackedLatent:
             )
         self._to_latents = PackedLinear(inner, sizes.nope_dim, heads * _padded(sizes.rank))
         self._to_values = PackedLinear(inner, sizes.rank, heads * _padded(sizes.value_dim))
+        self.indexer = None if sizes.index is None else PackedIndexer(sizes.index, inner)
         self._kept: dict[str, torch.Tensor] = {}
         self.c_latent = CLatent(
             CWeight() if self.query is None else self.query.c_weight,
             self._to_latents.c_weight,
             self._to_values.c_weight,
+            indexer=None if self.indexer is None else self.indexer.address,
             query_width=sizes.query_width,
             rank=sizes.rank,
             nope_dim=sizes.nope_dim,
@@ -92,7 +98,7 @@ class PackedLatent:
     @property
     def num_bytes(self) -> int:
         """Bytes that the weights take."""
-        of_query = 0 if self.query is None else self.query.num_bytes
+        of_query = sum(0 if part is None else part.num_bytes for part in (self.query, self.indexer))
         return of_query + self._to_latents.num_bytes + self._to_values.num_bytes
 
     def set_query_norm(self, weight: torch.Tensor) -> None:

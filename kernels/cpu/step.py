@@ -34,6 +34,11 @@ class CpuStep:
         recurrent: the step's batch for layers with states.
         windows: as ``metadata``, of the pages of windows; layers with another window use those of ``metadata``.
         own_inputs: float32 [num_layers, num_tokens, own_width], if layers have inputs of their own.
+        top_k: tokens that a query attends to at most in sparse latent attention; None: the model has none.
+
+    Attributes:
+        chosen: the slots that each token attends to, int32 [num_tokens, top_k], written by a layer with an indexer, and
+            how many these are; empty if no sequence has more tokens.
     """
 
     def __init__(
@@ -47,6 +52,7 @@ class CpuStep:
         recurrent: RecurrentMetadata | None = None,
         windows: Mapping[Window, AttentionMetadata] | None = None,
         own_inputs: torch.Tensor | None = None,
+        top_k: int | None = None,
     ) -> None:
         scratch.reserve(hidden.shape[0])
         self._metadata, self._windows = metadata, windows or {}
@@ -60,7 +66,14 @@ class CpuStep:
             assert paged.block_tables.shape == metadata.block_tables.shape
         # The structure holds addresses only, so these tensors must live as long as it does.
         sequences = None if recurrent is None else CpuSequences(recurrent)
-        self._kept = (hidden, positions, metadata, addend, sequences, scratch, own_inputs)
+        most_chosen = top_k if top_k is not None and metadata.max_seq_len > top_k else 0
+        num_chosen = hidden.shape[0] if most_chosen else 0
+        self.chosen = (
+            torch.empty(num_chosen, most_chosen, dtype=torch.int32),
+            torch.empty(num_chosen, dtype=torch.int32),
+        )
+        token_starts = torch.arange(num_chosen + 1, dtype=torch.int32)
+        self._kept = (hidden, positions, metadata, addend, sequences, scratch, own_inputs, token_starts)
         assert own_inputs is None or (own_inputs.is_contiguous() and own_inputs.dtype == torch.float32)
         self.c_step = CStep(
             hidden.data_ptr(),
@@ -72,6 +85,8 @@ class CpuStep:
             metadata.num_seqs,
             metadata.block_tables.shape[1],
             block_size,
+            most_chosen,
+            *(part.data_ptr() if most_chosen else None for part in (*self.chosen, token_starts)),
             None if sequences is None else ctypes.pointer(sequences.c_sequences),
             address(own_inputs),
             scratch.words.data_ptr(),
@@ -97,9 +112,9 @@ def mixer_half(layer: PackedLayer, step: CpuStep, caches: Iterable[Sequence[torc
         layer: the layer.
         step: the batch.
         caches: of attention keys and values, [num_blocks, block_size, num_kv_heads, head_dim] each, or latents,
-            [num_blocks, block_size, rank + rope_dim]; then of a recurrent layer the states of
-            `kernels.recurrent.base.RecurrentOps`, that of the convolution first. Of an iterator those of this layer are
-            taken.
+            [num_blocks, block_size, rank + rope_dim], and an indexer's keys, [num_blocks, block_size, head_dim]; then
+            of a recurrent layer the states of `kernels.recurrent.base.RecurrentOps`, that of the convolution first. Of
+            an iterator those of this layer are taken.
     """
     require().pagoda_mixer_half(layer.c_layer, step.c_step, CLayerCache(*_addresses(layer, step, iter(caches))))
 
@@ -159,10 +174,13 @@ def all_layers(layers: Sequence[PackedLayer], step: CpuStep, caches: Sequence[Se
 
 def _addresses(layer: PackedLayer, step: CpuStep, caches: Iterator[Sequence[torch.Tensor]]) -> list[int | None]:
     """Return the fields of a layer's CLayerCache; takes the layer's own from ``caches``."""
-    attention: list[int | None] = [None] * 4
+    attention: list[int | None] = [None] * 5
     if layer.has_attention:
         keys, *values = (part.data_ptr() for part in next(caches))
-        attention = [keys, values[0] if values else keys, *step.paging(layer)]  # a value is the beginning of its key
+        attention[:4] = [keys, values[0] if values else keys, *step.paging(layer)]  # a value is how its key begins
+    if layer.latent is not None and layer.latent.indexer is not None:
+        (index_keys,) = next(caches)
+        attention[4] = index_keys.data_ptr()
     if layer.recurrent is None:
         return [*attention, None, None]
     conv_state, *rest = next(caches)

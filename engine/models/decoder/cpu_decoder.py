@@ -62,9 +62,8 @@ def can_run(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bo
     if config.latent is not None:
         dims = {(config.latent.cache.elements_per_token, config.latent.rank)}
     are_supported = all(c_kernel.is_supported(dtype, *of_layer) for of_layer in dims)
-    has_index = config.latent is not None and config.latent.index is not None
     has_whole_vectors = config.per_layer_width % LANES == 0
-    return device.type == "cpu" and has_whole_vectors and not has_index and are_supported
+    return device.type == "cpu" and has_whole_vectors and are_supported
 
 
 def head_is_embedding(config: ModelConfig, parallel: TensorParallel, kind: WeightKind) -> bool:
@@ -118,6 +117,10 @@ class CpuDecoder:
         self.lm_head = packed_linear(kind, config.hidden_size, self.embed_tokens.num_embeddings, sections=of_head)
         self._layer_inputs = CpuLayerInputs(config, parallel, dtype, kind) if config.per_layer_width else None
         kinds = {kind, WeightKind.CODED} if plan.sections else {kind}
+        index = None if config.latent is None else config.latent.index
+        self._top_k = None if index is None else index.top_k
+        if index is not None:
+            kinds |= {WeightKind.FLOAT32}  # of its heads' weights
         self._scratch = _scratch(own, self.layers, kinds, dtype)
         self._logits = torch.empty(0)
 
@@ -144,6 +147,8 @@ class CpuDecoder:
                 self._layer_inputs.set_weight(module, weight)
             case ["lm_head", "weight"]:
                 self.lm_head.set_weight(weight)
+            case ["layers", index, "self_attn", "indexer", *rest]:
+                set_parameter(self.layers[int(index)], ["self_attn", "indexer", *rest], weight, is_first_rank=True)
             case ["layers", index, *_, module, "weight"] if module in _NORMS:
                 assert isinstance(weight, torch.Tensor)
                 self.layers[int(index)].set_norm(_NORMS[module], self._norm_weight(weight))
@@ -185,6 +190,7 @@ class CpuDecoder:
             context.recurrent,
             context.windows,
             own_inputs,
+            self._top_k,
         )
         if addend is None:
             all_layers(self.layers, step, context.kv_cache.layers)

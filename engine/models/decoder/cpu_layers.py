@@ -15,6 +15,7 @@ from engine.models.config.shapes.recurrent.short_conv import ConvShape
 from engine.models.decoder.coded_plan import CodedPlan
 from kernels.coded_weight import Weight
 from kernels.cpu.experts import ExpertSizes, PackedExperts
+from kernels.cpu.indexer import IndexerSizes, PackedIndexer
 from kernels.cpu.latent import LatentSizes, PackedLatent
 from kernels.cpu.layer import LayerShape, PackedLayer
 from kernels.cpu.linear import PackedLinear, WeightKind
@@ -67,6 +68,10 @@ def set_parameter(layer: PackedLayer, name: list[str], value: Weight, *, is_firs
             set_parameter(layer, ["dense", module, kind], value, is_first_rank=is_first_rank)
         case ["mlp", "sparse", *rest] | ["mlp", *rest] if layer.experts is not None:
             _set_expert_weight(layer.experts, rest, value)
+        case ["self_attn", "indexer", module, kind]:
+            assert layer.latent is not None
+            assert layer.latent.indexer is not None
+            _set_index_parameter(layer.latent.indexer, f"{module}.{kind}", value)
         case [*_, module, "bias"] if module not in _COLUMN_PARALLEL and not is_first_rank:
             return
         case ["per_layer_input", "gate", "weight"]:
@@ -100,7 +105,7 @@ def set_parameter(layer: PackedLayer, name: list[str], value: Weight, *, is_firs
 def _layer_shape(config: ModelConfig, index: int) -> LayerShape:
     has_attention, kv_heads = config.mixers[index] in ("attention", "both"), config.kv_heads(index)
     shape = config.latent if has_attention else None
-    latent = None if shape is None else _latent_sizes(shape, config.num_heads)
+    latent = None if shape is None else _latent_sizes(shape, config, index)
     return LayerShape(
         hidden_size=config.hidden_size,
         num_heads=config.num_heads if has_attention else 0,
@@ -127,15 +132,29 @@ def _layer_shape(config: ModelConfig, index: int) -> LayerShape:
     )
 
 
-def _latent_sizes(shape: LatentShape, num_heads: int) -> LatentSizes:
+def _latent_sizes(shape: LatentShape, config: ModelConfig, layer: int) -> LatentSizes:
     return LatentSizes(
-        num_heads=num_heads,
+        num_heads=config.num_heads,
         query_rank=shape.query_rank,
         rank=shape.rank,
         nope_dim=shape.nope_dim,
         rope_dim=shape.rope_dim,
         value_dim=shape.value_dim,
         norm_eps=shape.norm_eps,
+        index=_index_sizes(shape, config.hidden_size) if shape.has_indexer(layer) else None,
+    )
+
+
+def _index_sizes(shape: LatentShape, hidden_size: int) -> IndexerSizes:
+    assert shape.index is not None
+    assert shape.query_rank is not None
+    return IndexerSizes(
+        hidden_size=hidden_size,
+        query_rank=shape.query_rank,
+        num_heads=shape.index.num_heads,
+        head_dim=shape.index.head_dim,
+        top_k=shape.index.top_k,
+        norm_eps=shape.index.norm_eps,
     )
 
 
@@ -252,6 +271,24 @@ def _set_latent_parameter(latent: PackedLatent, module: str, weight: Weight) -> 
             latent.query.set_weight(weight)
         case "kv_b_proj":
             latent.set_head_matrices(_tensor(weight))
+
+
+def _set_index_parameter(indexer: PackedIndexer, name: str, value: Weight) -> None:
+    """Set a parameter of an indexer, by its name in decoder.py after ``indexer``."""
+    match name:
+        case "wq_b.weight":
+            indexer.query.set_weight(value)
+        case "wk.weight":
+            indexer.key.set_weight(value)
+        case "weights_proj.weight":
+            assert isinstance(value, torch.Tensor)
+            indexer.head_weights.set_weight(value)
+        case "k_norm.weight":
+            indexer.set_key_norm(_tensor(value))
+        case "k_norm.bias":
+            indexer.set_key_bias(_tensor(value))
+        case _:
+            raise AssertionError(f"no parameter of an indexer is called {name}")
 
 
 def _set_expert_weight(experts: PackedExperts, name: list[str], weight: Weight) -> None:

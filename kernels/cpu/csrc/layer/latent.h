@@ -6,6 +6,7 @@
 
 #include <stdint.h>
 
+#include "layer/indexer.h"
 #include "linear/linear.h"
 
 /* One layer's weights and sizes: CLatent in kernels/cpu/bindings.py. */
@@ -16,6 +17,7 @@ typedef struct {
     const float *query_norm;  /* [query_width], of the queries' latent; NULL without one */
     const float *latent_norm; /* [rank] */
     const float *growth;      /* [positions], factors of queries; or NULL */
+    const pagoda_indexer *indexer; /* NULL: the layer attends to what the last layer with one has chosen, or to all */
     int32_t query_width;      /* outputs of the first projection before the latent */
     int32_t rank, nope_dim, rope_dim, value_dim;
     float eps;

@@ -41,6 +41,34 @@ static void attend(const pagoda_layer *layer, const pagoda_step *step, const pag
     pagoda_attention(&attention);
 }
 
+/* Attends to the slots of the cache of latents that are chosen: each token as a sequence of blocks of one token. */
+static void attend_to_chosen(const pagoda_layer *layer, const pagoda_step *step, const pagoda_layer_cache *cache) {
+    pagoda_attention_call attention = {
+        .output = step->attended, .query = step->query, .key_cache = cache->keys, .value_cache = cache->values,
+        .cu_seqlens_q = step->token_starts, .seq_lens = step->num_chosen, .block_tables = step->chosen,
+        .num_seqs = step->num_tokens, .max_blocks = step->most_chosen, .num_heads = layer->num_heads,
+        .num_kv_heads = layer->num_kv_heads, .head_dim = layer->head_dim, .value_dim = layer->latent->rank,
+        .block_size = 1, .is_bf16 = layer->is_bf16, .scale = layer->scale, .softcap = layer->softcap,
+    };
+    pagoda_attention(&attention);
+}
+
+/* Stores the keys of a layer's indexer, and chooses the tokens to attend to, unless these are all. */
+static void index_tokens(const pagoda_layer *layer, const pagoda_step *step, const pagoda_layer_cache *cache) {
+    const pagoda_latent *latent = layer->latent;
+    pagoda_indexer_call call = {
+        .hidden = step->hidden, .input_norm = layer->input_norm, .query_latent = step->mixed,
+        .query_norm = latent->query_norm, .input_eps = layer->eps, .query_eps = latent->eps, .rope = layer->rope,
+        .rope_dim = latent->rope_dim, .cache = cache->index_keys, .positions = step->positions,
+        .slot_mapping = cache->slot_mapping, .cu_seqlens_q = step->cu_seqlens_q, .seq_lens = step->seq_lens,
+        .block_tables = cache->block_tables, .num_tokens = step->num_tokens, .num_seqs = step->num_seqs,
+        .max_blocks = step->max_blocks, .block_size = step->block_size, .is_bf16 = layer->is_bf16,
+        .words = step->words, .row_scales = step->row_scales, .chosen = step->chosen, .num_chosen = step->num_chosen,
+    };
+    pagoda_store_index_keys(latent->indexer, &call);
+    if (step->chosen) pagoda_choose_tokens(latent->indexer, &call);
+}
+
 /* Adds latent attention of the packed rows. */
 static void add_latent_attention(const pagoda_layer *layer, const pagoda_step *step, pagoda_rows *rows,
                                  const pagoda_layer_cache *cache) {
@@ -53,7 +81,9 @@ static void add_latent_attention(const pagoda_layer *layer, const pagoda_step *s
     };
     pagoda_linear(step->wide, call.stride, rows, &layer->qkv, PAGODA_STORE);
     pagoda_store_latents(latent, &call);
-    attend(layer, step, cache, latent->rank);
+    if (latent->indexer) index_tokens(layer, step, cache); /* mixed has the queries' latent still */
+    if (step->chosen) attend_to_chosen(layer, step, cache);
+    else attend(layer, step, cache, latent->rank);
     pagoda_values_of_latents(latent, &call, step->attended);
     pagoda_pack_rows_for(rows, step->wide, 0, &layer->output, NULL, 0);
     add_to_hidden(layer, step, rows, &layer->output, layer->attention_output_norm, 1, PAGODA_STORE);

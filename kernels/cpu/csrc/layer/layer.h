@@ -70,6 +70,11 @@ typedef struct {
     const int32_t *cu_seqlens_q;
     const int32_t *seq_lens;
     int32_t num_tokens, num_seqs, max_blocks, block_size;
+    int32_t most_chosen;         /* columns of `chosen` */
+    int32_t *chosen;             /* [num_tokens, most_chosen], the slots that tokens attend to in sparse latent
+                                  * attention; NULL: all, because there are no more */
+    int32_t *num_chosen;         /* [num_tokens] */
+    const int32_t *token_starts; /* 0, 1, ... num_tokens */
     const pagoda_sequences *sequences; /* of recurrent layers; NULL: there are none */
     const float *own_inputs; /* of each layer [num_tokens, own_width], one after another; NULL: there are none */
     /* Scratch. */
@@ -86,6 +91,7 @@ typedef struct {
     void *keys, *values;
     const int64_t *slot_mapping; /* of the step's tokens; NULL: another layer writes these keys and values */
     const int32_t *block_tables;
+    void *index_keys;            /* [slots, the indexer's head_dim] */
     float *conv_state, *state; /* as pagoda_recurrent_call has them */
 } pagoda_layer_cache;
 

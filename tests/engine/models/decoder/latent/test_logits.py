@@ -40,8 +40,8 @@ def test_logits_equal_those_of_transformers(
 ) -> None:
     if implementation is Decoder:
         monkeypatch.setattr(loader, "cpu_kernels_can_run", lambda *_: False)
-    elif library() is None or "index_topk" in LATENT_FAMILIES[name][1]:
-        pytest.skip("torch computes this model")
+    elif library() is None:
+        pytest.skip("there is no C compiler")
     decoder = load(saved(name).path)
     assert isinstance(decoder, implementation)
     assert largest_error(decoder, saved(name)) < TOLERANCE
@@ -53,7 +53,7 @@ def mean_error(computed: list[torch.Tensor], saved: Saved) -> float:
 
 
 @pytest.mark.parametrize("in_c", [True, False])
-@pytest.mark.parametrize("name", ["minicpm3", "youtu", pytest.param("deepseek-v3", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["minicpm3", "youtu", "glm-5.2", pytest.param("deepseek-v3", marks=pytest.mark.long)])
 def test_bfloat16_is_as_exact_as_that_of_transformers(
     saved: Callable[[str], Saved], name: str, in_c: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

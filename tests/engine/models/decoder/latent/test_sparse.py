@@ -19,6 +19,7 @@ from engine.kv.layer_cache import IndexKey, Latent
 from engine.models.config.files.hf_config import load_hf_config
 from engine.models.config.model_config import ModelConfig
 from engine.models.decoder import indexer as decoder_indexer
+from engine.models.decoder import loader
 from engine.models.decoder.decoder import Decoder
 from kernels.attention import indexer
 from kernels.attention.indexer_inputs import IndexerInputs
@@ -26,6 +27,13 @@ from tests.engine.models.decoder.changed_models import TOLERANCE, Change, load
 from tests.engine.models.decoder.latent.test_loading import copy_with
 from tests.engine.models.decoder.latent.test_logits import largest_error
 from tests.engine.models.decoder.saved_models import Saved
+
+
+@pytest.fixture
+def only_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch compute all of a model, as on other devices."""
+    monkeypatch.setattr(loader, "cpu_kernels_can_run", lambda *_: False)
+
 
 # --- planted errors -------------------------------------------------------------------------------------------------
 
@@ -50,9 +58,14 @@ CONFIGS: dict[str, tuple[str, Change]] = {
 }
 
 
+@pytest.mark.parametrize("in_c", [True, False])
 @pytest.mark.parametrize("planted", CONFIGS)
-def test_a_feature_that_is_left_out_is_noticed(saved: Callable[[str], Saved], planted: str) -> None:
+def test_a_feature_that_is_left_out_is_noticed(
+    saved: Callable[[str], Saved], planted: str, in_c: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name, change = CONFIGS[planted]
+    if not in_c:
+        monkeypatch.setattr(loader, "cpu_kernels_can_run", lambda *_: False)
     assert largest_error(load(saved(name).path, change), saved(name)) > 10 * TOLERANCE
 
 
@@ -79,6 +92,7 @@ WEIGHTS: dict[str, tuple[str, Callable[[Decoder], object]]] = {
 }
 
 
+@pytest.mark.usefixtures("only_torch")
 @pytest.mark.parametrize("changed", WEIGHTS)
 def test_a_weight_or_a_choice_that_is_exchanged_is_noticed(saved: Callable[[str], Saved], changed: str) -> None:
     name, change = WEIGHTS[changed]
@@ -95,6 +109,7 @@ def _of_one_head(inputs: IndexerInputs, row: int, keys: torch.Tensor) -> torch.T
     return inputs.weights[row, :1] @ (inputs.query[row, :1] @ keys.T).relu()
 
 
+@pytest.mark.usefixtures("only_torch")
 @pytest.mark.parametrize("scores", [_without_relu, _of_one_head])
 def test_other_scores_are_noticed(saved: Callable[[str], Saved], scores: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = load(saved("deepseek-v3.2").path)
@@ -102,6 +117,7 @@ def test_other_scores_are_noticed(saved: Callable[[str], Saved], scores: Any, mo
     assert largest_error(decoder, saved("deepseek-v3.2")) > 10 * TOLERANCE
 
 
+@pytest.mark.usefixtures("only_torch")
 def test_a_choice_among_future_tokens_too_is_noticed(
     saved: Callable[[str], Saved], monkeypatch: pytest.MonkeyPatch
 ) -> None:
