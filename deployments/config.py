@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from deployments.batches.options import BatchOptions
+from deployments.batch.options import BatchOptions
 from deployments.gpu_share import default_gpus_per_engine, require_valid_gpus_per_engine
 from deployments.parsers.detection import NONE
 from deployments.parsers.reasoning_parsers import REASONING_PARSERS
@@ -153,7 +153,7 @@ class PoolingOptions(_Options):
 
 
 class BatchesOptions(_Options):
-    """Where files and batches are kept, and how much of them; see deployments/batches."""
+    """Where files and batches are kept, and how much of them; see deployments/batch."""
 
     directory: str | None = Field(default=None, min_length=1)  # None: there are none
     max_file_bytes: int = Field(default=200 * 2**20, ge=1024)

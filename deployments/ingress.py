@@ -26,7 +26,7 @@ from deployments.api.lazy_prompt_builder import LazyPromptBuilder
 from deployments.api.pooling.serving import PoolingServing
 from deployments.api.responses.store import StoredResponse
 from deployments.api.serving import Serving
-from deployments.batches.service import BatchService
+from deployments.batch.service import BatchService
 from deployments.config import AppConfig
 from deployments.observability.ingress_metrics import INGRESS_INFO, REPLICAS_MIN, ingress_recorder
 from deployments.observability.ray_exporter import RayExporter

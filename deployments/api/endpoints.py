@@ -17,8 +17,8 @@ from deployments.api.serving import Serving
 from deployments.api.utilities.invocations import Invocations
 from deployments.api.utilities.server import Replicas, ServerState
 from deployments.api.utilities.tokenization import Tokenization
-from deployments.batches.answers import ENDPOINTS
-from deployments.batches.service import BatchService
+from deployments.batch.answers import ENDPOINTS
+from deployments.batch.service import BatchService
 from deployments.config import AppConfig
 from deployments.routing.cluster_view import ClusterView
 

@@ -6,7 +6,7 @@ import asyncio
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from deployments.batches.offline.run import Counts, OfflineBatch, run_batch
+from deployments.batch.offline.run import Counts, OfflineBatch, run_batch
 from deployments.cli.console import open_console
 from engine.errors import ConfigError
 

@@ -199,7 +199,7 @@ def batch(
 
     Each result is durable before it counts, and each line is answered once. Exits with 1 if lines have failed.
     """
-    from deployments.batches.offline.run import OfflineBatch
+    from deployments.batch.offline.run import OfflineBatch
     from deployments.cli.batch import batch as command
 
     raise typer.Exit(command(OfflineBatch(file, out, url, config, key or "", concurrency)))

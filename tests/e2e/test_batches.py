@@ -16,7 +16,7 @@ import psutil
 import pytest
 from openai.types import Batch
 
-from tests.deployments.batches.conftest import check_fields, ended, line, lines_of, run
+from tests.deployments.batch.conftest import check_fields, ended, line, lines_of, run
 from tests.e2e.server import Server, alive, end_server, start_server
 from tests.waiting import HANG_S, until
 

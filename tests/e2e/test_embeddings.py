@@ -12,7 +12,7 @@ import numpy as np
 import openai
 import pytest
 
-from tests.deployments.batches.conftest import line, lines_of, run
+from tests.deployments.batch.conftest import line, lines_of, run
 from tests.e2e.server import Server, running_server
 from tests.engine.pooling import oracle
 from tests.engine.pooling.checkpoints import HIDDEN, save_model, save_sentence_files

@@ -31,9 +31,9 @@ from deployments.api.batches.uploads import read_upload, storage_error
 from deployments.api.body import BodyReader
 from deployments.api.json_response import JsonResponse
 from deployments.api.routes import ApiRoute
-from deployments.batches.batch_store import State, TooManyBatchesError
-from deployments.batches.file_store import StorageFullError, StoredFile
-from deployments.batches.service import BatchService
+from deployments.batch.batch_store import State, TooManyBatchesError
+from deployments.batch.file_store import StorageFullError, StoredFile
+from deployments.batch.service import BatchService
 from deployments.errors import ApiError
 from engine.errors import shown
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from deployments.api.application import EndpointApp
 from deployments.api.middleware import RecordRequests
 from deployments.api.routes import ApiRoute
-from deployments.batches.answers import ENDPOINTS
-from deployments.batches.in_process import InProcessApp, LineCall
+from deployments.batch.answers import ENDPOINTS
+from deployments.batch.in_process import InProcessApp, LineCall
 from deployments.request_log.record import RequestRecord
 
 __all__ = ["line_call"]

@@ -11,7 +11,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 
 from deployments.api.body import BYTES_PER_S
-from deployments.batches.file_store import StorageFullError, Upload
+from deployments.batch.file_store import StorageFullError, Upload
 from deployments.errors import ApiError
 from engine.errors import shown
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from deployments.batches.disk import Disk, read_json
+from deployments.batch.disk import Disk, read_json
 
 __all__ = ["Journal", "JournalLostError", "Record", "Tokens"]
 

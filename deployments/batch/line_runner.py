@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from deployments.api.json_response import encode_json
-from deployments.batches.answers import is_temporary, record_of, request_body, retry_delay_s
-from deployments.batches.in_process import Answer, LineCall
-from deployments.batches.input_lines import InputLine, LineError, error_line, line_id, parse_line, read_line
-from deployments.batches.journal import Record
-from deployments.batches.journal_writer import JournalWriter
-from deployments.batches.line_slots import LineSlots
+from deployments.batch.answers import is_temporary, record_of, request_body, retry_delay_s
+from deployments.batch.in_process import Answer, LineCall
+from deployments.batch.input_lines import InputLine, LineError, error_line, line_id, parse_line, read_line
+from deployments.batch.journal import Record
+from deployments.batch.journal_writer import JournalWriter
+from deployments.batch.line_slots import LineSlots
 from deployments.observability.ingress_metrics import BATCH_LINES, ingress_recorder
 
 __all__ = ["LineRunner", "error_record"]

@@ -17,15 +17,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deployments.batches.batch_run import BatchRun, Workplace
-from deployments.batches.batch_store import BatchStore, State
-from deployments.batches.file_store import FileStore
-from deployments.batches.in_process import Answer
-from deployments.batches.journal import Journal, JournalLostError, Record, Tokens
-from deployments.batches.line_slots import LineSlots
-from deployments.batches.options import BatchOptions
-from tests.deployments.batches.conftest import COMPLETIONS, line
-from tests.deployments.batches.faulty_disk import DiskError, FaultyDisk
+from deployments.batch.batch_run import BatchRun, Workplace
+from deployments.batch.batch_store import BatchStore, State
+from deployments.batch.file_store import FileStore
+from deployments.batch.in_process import Answer
+from deployments.batch.journal import Journal, JournalLostError, Record, Tokens
+from deployments.batch.line_slots import LineSlots
+from deployments.batch.options import BatchOptions
+from tests.deployments.batch.conftest import COMPLETIONS, line
+from tests.deployments.batch.faulty_disk import DiskError, FaultyDisk
 from tests.waiting import until_in_loop
 
 NUM_LINES = 7

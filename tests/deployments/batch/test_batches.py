@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 from deployments.requests.background_gate import BACKGROUND_PRIORITY
 from engine.outputs import EngineOutput, FinishReason
 from tests.deployments.api.conftest import POOLED
-from tests.deployments.batches.conftest import BODY, COMPLETIONS, ended, line, lines_of, official, run, upload
+from tests.deployments.batch.conftest import BODY, COMPLETIONS, ended, line, lines_of, official, run, upload
 from tests.deployments.conftest import OpenClient
 from tests.deployments.fakes import FakeDispatch, FakeEngines, output
 from tests.waiting import until

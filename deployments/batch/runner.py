@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from deployments.batches.batch_run import BatchRun, Workplace
-from deployments.batches.batch_store import State
-from deployments.batches.journal import JournalLostError
-from deployments.batches.lease import BEAT_S, Lease
+from deployments.batch.batch_run import BatchRun, Workplace
+from deployments.batch.batch_store import State
+from deployments.batch.journal import JournalLostError
+from deployments.batch.lease import BEAT_S, Lease
 from deployments.observability.ingress_metrics import BATCHES, ingress_recorder
 
 __all__ = ["BatchRunner"]

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from urllib.parse import urlsplit
 
-from deployments.batches.in_process import Answer
+from deployments.batch.in_process import Answer
 from engine.errors import ConfigError
 
 __all__ = ["HttpCall"]

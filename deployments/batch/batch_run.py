@@ -17,23 +17,23 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar
 
-from deployments.batches.batch_store import BatchStore, State
-from deployments.batches.disk import Disk
-from deployments.batches.file_store import FileStore
-from deployments.batches.in_process import LineCall
-from deployments.batches.input_lines import (
+from deployments.batch.batch_store import BatchStore, State
+from deployments.batch.disk import Disk
+from deployments.batch.file_store import FileStore
+from deployments.batch.in_process import LineCall
+from deployments.batch.input_lines import (
     InputLine,
     LineError,
     input_lines,
     parse_line,
     read_line,
 )
-from deployments.batches.journal import Journal
-from deployments.batches.journal_writer import JournalWriter
-from deployments.batches.line_runner import LineRunner, error_record
-from deployments.batches.line_slots import LineSlots
-from deployments.batches.options import BatchOptions
-from deployments.batches.outputs import write_outputs
+from deployments.batch.journal import Journal
+from deployments.batch.journal_writer import JournalWriter
+from deployments.batch.line_runner import LineRunner, error_record
+from deployments.batch.line_slots import LineSlots
+from deployments.batch.options import BatchOptions
+from deployments.batch.outputs import write_outputs
 
 __all__ = ["BatchRun", "Workplace"]
 

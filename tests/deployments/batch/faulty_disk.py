@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from pathlib import Path
 
-from deployments.batches.disk import Disk
+from deployments.batch.disk import Disk
 
 
 class DiskError(OSError):

@@ -19,11 +19,11 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deployments.batches.journal import Record
-from deployments.batches.offline.result_file import ResultFile
-from deployments.batches.offline.run import OfflineBatch, run_batch
+from deployments.batch.journal import Record
+from deployments.batch.offline.result_file import ResultFile
+from deployments.batch.offline.run import OfflineBatch, run_batch
 from engine.errors import ConfigError
-from tests.deployments.batches.conftest import BODY, line
+from tests.deployments.batch.conftest import BODY, line
 from tests.deployments.cli.terminal import run as run_pagoda
 from tests.documents import ROOT
 from tests.waiting import HANG_S, until
@@ -65,7 +65,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def other_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadingHTTPServer]:
-    monkeypatch.setattr("deployments.batches.answers._LAST_DELAY_S", 0.01)
+    monkeypatch.setattr("deployments.batch.answers._LAST_DELAY_S", 0.01)
     handler = type("Counting", (Handler,), {"calls": Counter()})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         server.daemon_threads = True

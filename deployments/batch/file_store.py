@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from deployments.batches.disk import Disk, read_json
-from deployments.batches.options import MAX_FILES, BatchOptions
+from deployments.batch.disk import Disk, read_json
+from deployments.batch.options import MAX_FILES, BatchOptions
 
 __all__ = ["FileStore", "StorageFullError", "StoredFile", "Upload", "new_id"]
 

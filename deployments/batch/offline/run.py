@@ -18,15 +18,15 @@ from typing import Any
 import yaml
 
 from deployments.api.json_response import encode_json
-from deployments.batches.answers import ENDPOINTS, request_body
-from deployments.batches.in_process import LineCall
-from deployments.batches.input_lines import InputLine, input_lines, line_id, read_line
-from deployments.batches.journal import Record
-from deployments.batches.journal_writer import JournalWriter
-from deployments.batches.line_runner import LineRunner
-from deployments.batches.line_slots import LineSlots
-from deployments.batches.offline.http_call import HttpCall
-from deployments.batches.offline.result_file import ResultFile
+from deployments.batch.answers import ENDPOINTS, request_body
+from deployments.batch.in_process import LineCall
+from deployments.batch.input_lines import InputLine, input_lines, line_id, read_line
+from deployments.batch.journal import Record
+from deployments.batch.journal_writer import JournalWriter
+from deployments.batch.line_runner import LineRunner
+from deployments.batch.line_slots import LineSlots
+from deployments.batch.offline.http_call import HttpCall
+from deployments.batch.offline.result_file import ResultFile
 from deployments.config import AppConfig
 from engine.errors import ConfigError
 
@@ -134,7 +134,7 @@ async def _run(batch: OfflineBatch, endpoint: str, lines: list[InputLine], resul
 async def _opened(batch: OfflineBatch) -> AsyncIterator[tuple[LineCall, int]]:
     """Yield what sends a line, and how many lines at once."""
     if batch.url is None:
-        from deployments.batches.offline.local_engine import local_engine  # it loads torch
+        from deployments.batch.offline.local_engine import local_engine  # it loads torch
 
         async with local_engine(_app_config(batch.config)) as (call, num_lines):
             yield call, num_lines + num_lines // 4

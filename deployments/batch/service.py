@@ -7,15 +7,15 @@ import socket
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from deployments.batches.batch_run import Workplace
-from deployments.batches.batch_store import BatchStore
-from deployments.batches.disk import Disk
-from deployments.batches.file_store import FileStore
-from deployments.batches.in_process import LineCall
-from deployments.batches.lease import Lease
-from deployments.batches.line_slots import LineSlots
-from deployments.batches.options import BatchOptions
-from deployments.batches.runner import BatchRunner
+from deployments.batch.batch_run import Workplace
+from deployments.batch.batch_store import BatchStore
+from deployments.batch.disk import Disk
+from deployments.batch.file_store import FileStore
+from deployments.batch.in_process import LineCall
+from deployments.batch.lease import Lease
+from deployments.batch.line_slots import LineSlots
+from deployments.batch.options import BatchOptions
+from deployments.batch.runner import BatchRunner
 
 __all__ = ["BatchService"]
 

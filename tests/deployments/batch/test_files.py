@@ -10,10 +10,10 @@ import openai
 import pytest
 from starlette.testclient import TestClient
 
-from deployments.batches.disk import Disk
-from deployments.batches.file_store import FileStore
-from deployments.batches.options import BatchOptions
-from tests.deployments.batches.conftest import check_fields, line, official, upload
+from deployments.batch.disk import Disk
+from deployments.batch.file_store import FileStore
+from deployments.batch.options import BatchOptions
+from tests.deployments.batch.conftest import check_fields, line, official, upload
 from tests.deployments.conftest import OpenClient
 
 BOUNDARY = "b0undary"

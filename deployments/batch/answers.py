@@ -7,9 +7,9 @@ import random
 from typing import Any
 
 from deployments.api.json_response import encode_json
-from deployments.batches.in_process import Answer
-from deployments.batches.input_lines import line_id
-from deployments.batches.journal import Record, Tokens
+from deployments.batch.in_process import Answer
+from deployments.batch.input_lines import line_id
+from deployments.batch.journal import Record, Tokens
 from deployments.requests.background_gate import BACKGROUND_PRIORITY
 
 __all__ = ["ENDPOINTS", "MAX_ATTEMPTS", "is_temporary", "record_of", "request_body", "retry_delay_s"]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from deployments.batches.batch_store import Batch
-from deployments.batches.file_store import FileStore
-from deployments.batches.journal import Journal
+from deployments.batch.batch_store import Batch
+from deployments.batch.file_store import FileStore
+from deployments.batch.journal import Journal
 
 __all__ = ["write_outputs"]
 

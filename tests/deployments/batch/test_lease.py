@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deployments.batches.disk import Disk
-from deployments.batches.lease import Lease
-from tests.deployments.batches.faulty_disk import FaultyDisk
+from deployments.batch.disk import Disk
+from deployments.batch.lease import Lease
+from tests.deployments.batch.faulty_disk import FaultyDisk
 
 
 class Clock:

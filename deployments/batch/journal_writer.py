@@ -6,7 +6,7 @@ import asyncio
 from concurrent.futures import Executor
 from typing import Protocol
 
-from deployments.batches.journal import Record
+from deployments.batch.journal import Record
 
 __all__ = ["JournalWriter"]
 

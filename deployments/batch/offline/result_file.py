@@ -8,8 +8,8 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
-from deployments.batches.disk import Disk
-from deployments.batches.journal import Record
+from deployments.batch.disk import Disk
+from deployments.batch.journal import Record
 from engine.errors import ConfigError
 
 __all__ = ["ResultFile"]

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from deployments.batches.disk import Disk
+from deployments.batch.disk import Disk
 
 __all__ = ["BEAT_S", "TAKEOVER_S", "Lease"]
 

@@ -21,9 +21,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deployments.batches.disk import Disk, read_json
-from deployments.batches.file_store import new_id
-from deployments.batches.options import MAX_BATCHES, BatchOptions
+from deployments.batch.disk import Disk, read_json
+from deployments.batch.file_store import new_id
+from deployments.batch.options import MAX_BATCHES, BatchOptions
 
 __all__ = ["Batch", "BatchStore", "State", "TooManyBatchesError"]
 

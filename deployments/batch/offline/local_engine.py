@@ -19,7 +19,7 @@ from deployments.api.pooling.endpoints import PoolingApi
 from deployments.api.pooling.serving import PoolingServing
 from deployments.api.responses.endpoints import Responses
 from deployments.api.serving import Serving
-from deployments.batches.in_process import LineCall
+from deployments.batch.in_process import LineCall
 from deployments.config import AppConfig
 from deployments.request_log.log import RequestLog
 from deployments.requests.dispatcher import Dispatcher
