@@ -41,7 +41,8 @@ class KVCache:
         block_size: tokens per block, and per page of a window.
         dtype: dtype of keys, values and latents; states are float32.
         device: device on which kernels read them.
-        num_blocks_ahead: blocks, and pages of each window, to prefault before they are used; only with CPU kernels.
+        num_blocks_ahead: blocks, and pages of each window, to prefault before they are used, and a few pages of the
+            host pools; only with CPU kernels.
 
     Attributes:
         layers: each declaration's tensors: (keys, values), ``[num_pages, block_size, heads, key_dim or value_dim]``,
@@ -87,6 +88,8 @@ class KVCache:
             for pool in (self.blocks, *self.windows.values()):
                 pool.prefault(num_blocks_ahead)
             self.slots.prefault(_SLOTS_AHEAD)
+            for pool in self.pools:
+                pool.prefault_host()
 
     def _tensors(self, layers: Sequence[LayerCache]) -> Iterator[tuple[torch.Tensor, ...]]:
         """Yield each declaration's own tensors: the parts of the pools, in the order of their shapes."""
@@ -111,7 +114,8 @@ class KVCache:
         if self.sizes.num_slots:
             pools.append(("states", self.slots))
         kinds = [PageKind(name, pool.bytes_per_page) for name, pool in pools]
-        return HostMemory(kinds, [pool.host_bytes for _, pool in pools])
+        expect = [pool.expect_on_host for _, pool in pools]
+        return HostMemory(kinds, [pool.host_bytes for _, pool in pools], expect)
 
     @property
     def num_bytes(self) -> int:

@@ -17,6 +17,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.errors import ConfigError, KVCacheError
@@ -27,6 +29,10 @@ from kernels.cpu.prefaulter import Prefaulter
 from kernels.device_copy import to_device
 
 __all__ = ["PageMemory"]
+
+Array = npt.NDArray[np.signedinteger | np.unsignedinteger]
+
+_HOST_BYTES_AHEAD = 128 * 2**20
 
 
 class PageMemory:
@@ -79,10 +85,23 @@ class PageMemory:
         # For each shape [num_parts, num_pages, words] on the device and [num_host_pages, num_parts, words] there.
         self._words = _as_words([pool.flatten(2) for pool in pools.values()])
         self._host_words = _split_host_pool(self._host, self._words)
+        self._copied = _as_arrays(self._words, self._host_words) if device.type == "cpu" else []
+        self._host_prefaulter: Prefaulter | None = None
+
+    def prefault_host(self) -> None:
+        """Keep some unused pages of a CPU's host pool ready: to allocate one takes longer than to copy it."""
+        if self.num_host_pages and self.bytes_per_page and self.device.type == "cpu":
+            self._host_prefaulter = Prefaulter([self._host], _HOST_BYTES_AHEAD // self.bytes_per_page)
+            self._host_prefaulter.use(0)
+
+    def expect_on_host(self, host_id: int) -> None:
+        """Prefault the pages of the host pool up to one that is about to be written, and some after it."""
+        if self._host_prefaulter is not None:
+            self._host_prefaulter.use(host_id)
 
     def _make_host_pool(self, shape: tuple[int, int]) -> torch.Tensor:
         if self.device.type == "cpu" or not self.num_host_pages:
-            return torch.empty(shape, dtype=torch.uint8)
+            return huge_zeros(shape, torch.uint8)  # which the system allocates on first use
         pool = pinned_zeros(shape, torch.uint8)
         weakref.finalize(self, unpin, pool, self.device)  # which keeps the memory until it is unlocked
         return pool
@@ -142,9 +161,9 @@ class PageMemory:
         self.expect(max(targets, default=-1))
         if self.device.type == "cpu" and set(sources).isdisjoint(targets):
             # Extra memory is new to the process each time: its pages would cost more than the copies.
-            for words in self._words:
+            for array, _ in self._copied:
                 for source, target in pairs:
-                    words[:, target].copy_(words[:, source])
+                    array[:, target] = array[:, source]
         elif pairs:
             source_index, target_index = self._index(sources), self._index(targets)
             for words in self._words:
@@ -158,7 +177,13 @@ class PageMemory:
         Raises:
             KVCacheError: for a page that does not exist or is a target twice; nothing has been copied then.
         """
-        self._check_pairs(pairs, self._on_device, self._on_host)
+        _, targets = self._check_pairs(pairs, self._on_device, self._on_host)
+        self.expect_on_host(max(targets, default=0))
+        for array, host_array in self._copied:
+            for page_id, host_id in pairs:
+                host_array[host_id] = array[:, page_id]
+        if self._copied:
+            return
         # One page at a time: staging memory for all pages would not fit on a full GPU.
         for page_id, host_id in pairs:
             for words, host_words in zip(self._words, self._host_words, strict=True):
@@ -173,6 +198,11 @@ class PageMemory:
             KVCacheError: for a page that does not exist or is a target twice; nothing has been copied then.
         """
         self._check_pairs(pairs, self._on_host, self._on_device)
+        for array, host_array in self._copied:
+            for host_id, page_id in pairs:
+                array[:, page_id] = host_array[host_id]
+        if self._copied:
+            return
         for host_id, page_id in pairs:
             for words, host_words in zip(self._words, self._host_words, strict=True):
                 words[:, page_id].copy_(host_words[host_id], non_blocking=True)
@@ -232,6 +262,15 @@ def _as_words(pools: list[torch.Tensor]) -> list[torch.Tensor]:
         dtype for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8) if num_bytes % dtype.itemsize == 0
     )
     return [pool.view(widest) for pool in pools]
+
+
+def _as_arrays(words: list[torch.Tensor], host_words: list[torch.Tensor]) -> list[tuple[Array, Array]]:
+    """Return the pools of a CPU as NumPy sees them, which copies a page with this thread alone.
+
+    Torch copies it with all threads, and waits for each of them. Where another program has a core, the wait takes
+    longer than fifty copies.
+    """
+    return [(ours.numpy(), on_host.numpy()) for ours, on_host in zip(words, host_words, strict=True)]
 
 
 def _split_host_pool(host: torch.Tensor, pools: list[torch.Tensor]) -> list[torch.Tensor]:

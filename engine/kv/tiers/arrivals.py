@@ -183,6 +183,7 @@ class Arrivals:
                         self._unpin(other, held)
                 return None
             self._num_pages[kind] += 1
+            self._memory.expect(kind, page.block_id)
             pages[kind] = page
         return pages
 

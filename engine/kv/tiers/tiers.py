@@ -14,6 +14,7 @@ from engine.config import EngineConfig, EngineInfo
 from engine.errors import OverloadedError
 from engine.kv.block_manager import BlockManager
 from engine.kv.tiers.arrivals import Arrivals
+from engine.kv.tiers.copy_pace import CopyPace
 from engine.kv.tiers.departures import Departures
 from engine.kv.tiers.digests import TokenChain
 from engine.kv.tiers.disk.disk_tier import DiskTier
@@ -36,6 +37,8 @@ from engine.sequence import Sequence, SequenceGroup
 __all__ = ["Tiers"]
 
 logger = logging.getLogger(__name__)
+
+_BYTES_WHEN_IDLE = 8 * 2**20  # 2 ms at 4 GB/s, for which a request that comes would wait
 
 
 class Tiers(EngineObserver):
@@ -91,10 +94,12 @@ class Tiers(EngineObserver):
         )
         self.disk: DiskTier | None = None
         self._saver: Saver | None = None
+        self._scheduler = scheduler
+        self._pace = CopyPace()
         if config.disk_cache_path is not None:
             events = blocks.prefix_cache.events
             self.disk = DiskTier.open(config, info, self.format, self.inbox, self.meter, events, on_changed)
-            self._saver = Saver(self.disk, self.pages, self.departures)
+            self._saver = Saver(self.disk, self.pages, self.departures, self._bytes_to_save)
             self.fetching.sources.append(self.disk)
 
     @cached_property
@@ -144,6 +149,10 @@ class Tiers(EngineObserver):
         """Return how fast pages have come from each source lately, for load reports."""
         return tuple(rate for source in self.fetching.sources for rate in source.rates())[:MAX_SOURCE_RATES]
 
+    def _bytes_to_save(self) -> int:
+        """Return how many bytes the next step may copy for the disk."""
+        return self._pace.max_bytes() if self._scheduler.has_unfinished else _BYTES_WHEN_IDLE
+
     def reset(self, *, step_failed: bool) -> None:
         """Follow a reset of the prefix cache.
 
@@ -174,6 +183,8 @@ class Tiers(EngineObserver):
             self.fetching.started(output.admitted)
 
     def step_finished(self, output: SchedulerOutput, updated: Iterable[Sequence], times: StepTimes) -> None:
+        if output.num_tokens:
+            self._pace.step_finished(times.total)
         self.steps.finished(output)
 
     def request_left(self, group: SequenceGroup, rejection: OverloadedError | None) -> None:

@@ -283,3 +283,21 @@ def test_a_model_without_full_attention_has_blocks_that_take_no_memory() -> None
     cache.blocks.copy([(0, 8)])
     with pytest.raises(KVCacheError, match="slot 3 is out of range; valid are 0 to 2"):
         cache.slots.copy([(3, 0)])
+
+
+def test_a_cpu_copies_pages_without_waiting_for_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's copies are made by all threads. Where other programs have the cores, one takes 50 times as long."""
+    cache = make_cache(host=HOST_BLOCKS, layers=[KeyValue(heads=64, key_dim=64, value_dim=64)] * 2, block_size=16)
+    for part in cache.blocks.parts:
+        part[1] = torch.randn(part[1].shape)
+
+    def refuse(*args: object, **options: object) -> None:
+        raise AssertionError("torch copies")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "copy_", refuse)
+        cache.blocks.swap_out([(1, 2)])
+        cache.blocks.swap_in([(2, 3)])
+        cache.blocks.copy([(3, 4)])
+    for part in cache.blocks.parts:
+        assert torch.equal(part[1], part[4])

@@ -13,7 +13,7 @@ import torch
 from engine.kv.kv_cache import KVCache
 from engine.kv.layer_cache import IndexKey, KeyValue, Latent, State
 from engine.kv.page_copies import PageCopies
-from engine.kv.page_memory import PageMemory
+from engine.kv.page_memory import _HOST_BYTES_AHEAD, PageMemory
 from engine.kv.pool_sizes import PoolSizes
 from kernels.cpu.library import library
 from kernels.cpu.memory import huge_zeros
@@ -211,6 +211,27 @@ def test_pages_of_windows_and_slots_of_states_are_ready() -> None:
     wait(slots, 25)
     for part in cache.layers[1]:
         assert num_resident_bytes(part[:25]) >= part[:25].nbytes
+
+
+def test_a_host_pool_is_ready_for_the_first_pages_and_for_expected_ones() -> None:
+    cache = KVCache(
+        [KeyValue(heads=8, key_dim=128, value_dim=128)] * 2,
+        PoolSizes(10, num_host_blocks=3000),
+        block_size=16,
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+        num_blocks_ahead=1,
+    )
+    pool, ahead = cache.blocks, _HOST_BYTES_AHEAD // cache.blocks.bytes_per_page
+    assert pool._host_prefaulter is not None
+    wait(pool._host_prefaulter, ahead + 1)
+    cache.host_memory.expect(0, 30)
+    wait(pool._host_prefaulter, ahead + 31)
+    pool.swap_out([(0, 60)])
+    wait(pool._host_prefaulter, ahead + 61)
+    ready = pool._host[: ahead + 61]
+    assert num_resident_bytes(ready) >= ready.nbytes
+    assert num_resident_bytes(pool._host[ahead + 100 :]) == 0
 
 
 def test_a_cache_prefaults_nothing_by_default() -> None:

@@ -2,7 +2,7 @@
 
 A text is saved when its request has ended: then its blocks are complete and none of them has been evicted, because the
 request held them; and prompts that are answered in a moment do not compete with their own first token. Its blocks are
-leased a few at a time, so that the copies of what only the device holds delay no step by more than a few milliseconds,
+leased a few at a time, so that the copies of what only the device holds take a small share of a step (copy_pace.py),
 and the next few are leased when those are written. So the disk sets the pace, and steps of a busy engine copy a few
 blocks now and then. What memory has lost before its turn comes is not saved.
 """
@@ -10,6 +10,7 @@ blocks now and then. What memory has lost before its turn comes is not saved.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 from engine.kv.tiers.departures import Departures, Lease
 from engine.kv.tiers.digests import TokenChain
@@ -19,7 +20,6 @@ from engine.kv.tiers.host_pages import HostPages
 __all__ = ["Saver"]
 
 _MAX_TEXTS = 256  # that wait; the oldest is dropped if the disk is too slow
-_BYTES_TOGETHER = 8 * 2**20  # leased and copied at a time: 2 ms at 4 GB/s
 _LEASE_S = 60.0  # in which a disk writes them
 
 
@@ -30,9 +30,10 @@ class Saver:
         disk: the disk cache.
         pages: of the host pools.
         departures: leases pages.
+        max_bytes: returns how many bytes may be leased, and copied by a step, at a time.
     """
 
-    def __init__(self, disk: DiskTier, pages: HostPages, departures: Departures) -> None:
+    def __init__(self, disk: DiskTier, pages: HostPages, departures: Departures, max_bytes: Callable[[], int]) -> None:
         self._disk = disk
         self._pages = pages
         self._departures = departures
@@ -40,7 +41,7 @@ class Saver:
         self._position = 0  # of the first text: blocks before it are written, or cannot be
         self._generation = 0
         self._is_waiting = False  # for a lease, or for a write
-        self._blocks_together = max(1, _BYTES_TOGETHER // max(1, pages.block_bytes))
+        self._max_bytes = max_bytes
 
     @property
     def is_busy(self) -> bool:
@@ -69,7 +70,8 @@ class Saver:
             first = self._first_lacking(chain) if self._disk.is_on else None
             if first is not None:
                 self._is_waiting = True
-                if self._departures.lease(chain, first, self._blocks_together, self._ready, timeout_s=_LEASE_S):
+                num_blocks = max(1, self._max_bytes() // max(1, self._pages.block_bytes))
+                if self._departures.lease(chain, first, num_blocks, self._ready, timeout_s=_LEASE_S):
                     return
                 self._is_waiting = False  # host memory is full of other leases
             self._disk.touch(chain)

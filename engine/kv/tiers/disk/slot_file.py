@@ -1,7 +1,7 @@
 """SlotFile: one file with fixed slots for the pages of each kind, which one engine has locked.
 
     [file header 4 KiB][ slots for blocks ... ][ slots for each window ... ][ slots for states ... ]
-                         a slot: [slot header][page]
+                         a slot: [slot header][page]     both of whole disk blocks, if the page is
 
 Engines that share a directory take one file each: the first that no other engine has locked. The names of files of one
 model begin with its digest, so models share a directory too. A file is sparse: it takes the space that was written.
@@ -20,6 +20,7 @@ from pathlib import Path
 from xxhash import xxh3_64_intdigest
 
 from engine.errors import ConfigError
+from engine.kv.tiers.disk.block_io import DISK_BLOCK, BlockIO
 from engine.kv.tiers.disk.slot_header import SlotHeader
 from engine.kv.tiers.page_format import PageFormat
 
@@ -28,7 +29,6 @@ __all__ = ["Region", "SlotFile"]
 logger = logging.getLogger(__name__)
 
 _MAX_FILES = 64  # of one model in a directory
-_PAGE = 4096
 _MAGIC = b"PGKVFILE"
 
 
@@ -39,18 +39,22 @@ class Region:
     Attributes:
         num_slots: how many.
         page_bytes: of a page.
+        header_bytes: of a slot's header: a disk block, if the page consists of such blocks.
         slot_bytes: of a slot: its header and page, rounded up.
     """
 
     num_slots: int
     page_bytes: int
+    header_bytes: int
     slot_bytes: int
 
     @classmethod
     def of(cls, num_slots: int, page_bytes: int, block_size: int) -> Region:
         """Return a region of slots for pages of this size."""
-        size = SlotHeader.num_bytes(block_size) + page_bytes
-        return cls(num_slots, page_bytes, -(-size // _PAGE) * _PAGE)
+        header_bytes = SlotHeader.num_bytes(block_size)
+        if not page_bytes % DISK_BLOCK:
+            header_bytes = -(-header_bytes // DISK_BLOCK) * DISK_BLOCK
+        return cls(num_slots, page_bytes, header_bytes, -(-(header_bytes + page_bytes) // DISK_BLOCK) * DISK_BLOCK)
 
 
 class SlotFile:
@@ -72,13 +76,13 @@ class SlotFile:
         self._descriptor = descriptor
         self._format = page_format
         self._starts: list[int] = []
-        end = _PAGE
+        end = DISK_BLOCK
         for region in regions:
             self._starts.append(end)
             end += region.num_slots * region.slot_bytes
         self._end = end
-        self._header_bytes = SlotHeader.num_bytes(page_format.block_size)
-        if os.pread(descriptor, _PAGE, 0) != self._file_header():
+        self._io = BlockIO(path, descriptor)
+        if os.pread(descriptor, DISK_BLOCK, 0) != self._file_header():
             self.erase()
         os.ftruncate(descriptor, self._end)
 
@@ -119,36 +123,23 @@ class SlotFile:
 
     def scan(self, kind: int) -> Iterator[tuple[int, SlotHeader]]:
         """Yield the slots of a kind that have an intact header; pages are not read."""
+        block_size = self._format.block_size
         for slot in range(self.regions[kind].num_slots):
-            data = os.pread(self._descriptor, self._header_bytes, self._offset(kind, slot))
-            if (header := SlotHeader.unpack(data, self._format.block_size)) is not None:
+            data = os.pread(self._descriptor, SlotHeader.num_bytes(block_size), self._offset(kind, slot))
+            if (header := SlotHeader.unpack(data, block_size)) is not None:
                 yield slot, header
 
     def read(self, kind: int, slot: int, page: memoryview) -> SlotHeader | None:
         """Read a slot's page; return its header, or None if that is damaged. The page must still be verified."""
-        head = bytearray(self._header_bytes)
-        start, done, size = self._offset(kind, slot), 0, self._header_bytes + len(page)
-        while done < size:  # a read may return less than was asked for
-            if done < len(head):
-                count = os.preadv(self._descriptor, [memoryview(head)[done:], page], start + done)
-            else:
-                count = os.preadv(self._descriptor, [page[done - len(head) :]], start + done)
-            if not count:  # the file was cut
-                return None
-            done += count
+        head = bytearray(self.regions[kind].header_bytes)
+        if not self._io.read(head, page, self._offset(kind, slot)):
+            return None  # the file was cut
         return SlotHeader.unpack(bytes(head), self._format.block_size)
 
     def write(self, kind: int, slot: int, header: SlotHeader, page: memoryview) -> None:
         """Write a slot's header and page."""
-        parts = [memoryview(header.pack(self._format.block_size)), page]
-        offset = self._offset(kind, slot)
-        while parts:
-            count = os.pwritev(self._descriptor, parts, offset)
-            offset += count
-            while parts and count >= len(parts[0]):
-                count -= len(parts.pop(0))
-            if parts:
-                parts[0] = parts[0][count:]
+        head = header.pack(self._format.block_size).ljust(self.regions[kind].header_bytes, b"\0")
+        self._io.write(head, page, self._offset(kind, slot))
 
     def erase(self) -> None:
         """Forget all slots."""
@@ -158,6 +149,7 @@ class SlotFile:
 
     def close(self) -> None:
         """Close and unlock the file."""
+        self._io.close()
         os.close(self._descriptor)
 
     def _offset(self, kind: int, slot: int) -> int:
@@ -165,6 +157,9 @@ class SlotFile:
 
     def _file_header(self) -> bytes:
         """Return what the file begins with: its format and where its slots are, but not the end of the last ones."""
-        layout = [(start, region.page_bytes) for start, region in zip(self._starts, self.regions, strict=True)]
+        layout = [
+            (start, region.header_bytes, region.page_bytes)
+            for start, region in zip(self._starts, self.regions, strict=True)
+        ]
         body = _MAGIC + self._format.digest + repr(layout).encode()
-        return (struct.pack("<Q", xxh3_64_intdigest(body)) + body).ljust(_PAGE, b"\0")
+        return (struct.pack("<Q", xxh3_64_intdigest(body)) + body).ljust(DISK_BLOCK, b"\0")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from engine.config import EngineInfo
 from engine.errors import ConfigError
 from engine.kv.tiers.disk.slot_file import Region
@@ -22,10 +24,7 @@ def plan_regions(size_gib: float, info: EngineInfo, page_format: PageFormat) -> 
     num_pages += [info.num_host_slots] * (len(one_each) - len(num_pages))
     total = sum(count * region.slot_bytes for count, region in zip(num_pages, one_each, strict=True))
     share = size_gib * 2**30 / total
-    regions = [
-        Region(int(count * share), region.page_bytes, region.slot_bytes)
-        for count, region in zip(num_pages, one_each, strict=True)
-    ]
+    regions = [replace(region, num_slots=int(count * share)) for count, region in zip(num_pages, one_each, strict=True)]
     if not regions[0].num_slots:
         raise ConfigError(
             f"holds no block, which takes {one_each[0].slot_bytes / 2**20:.2f} MiB",

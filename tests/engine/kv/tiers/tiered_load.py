@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from engine.kv.tiers.disk.slot_header import SlotHeader
 from engine.kv.tiers.source import ArrivalSink
 from engine.kv.tiers.tiers import Tiers
 from engine.observability.metrics import Metric
@@ -119,8 +120,9 @@ class TieredLoad(RandomLoad):
         if not len(index):
             return
         slot = self.disk_rng.choice(list(index._slots.values()))
-        size = file._header_bytes if self.disk_rng.random() < 0.3 else file.regions[0].page_bytes
-        start = file._offset(0, slot) + (0 if size == file._header_bytes else file._header_bytes)
+        region, in_header = file.regions[0], self.disk_rng.random() < 0.3
+        size = SlotHeader.num_bytes(file._format.block_size) if in_header else region.page_bytes
+        start = file._offset(0, slot) + (0 if in_header else region.header_bytes)
         position = start + self.disk_rng.randrange(size)
         data = os.pread(file._descriptor, 1, position)
         os.pwrite(file._descriptor, bytes([data[0] ^ (1 << self.disk_rng.randrange(8))]), position)
