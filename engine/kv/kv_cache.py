@@ -22,6 +22,7 @@ import torch
 from engine.kv.layer_cache import LayerCache, SharedWith, State, TokenCache, windows_of
 from engine.kv.page_memory import PageMemory
 from engine.kv.pool_sizes import PoolSizes
+from engine.kv.shared_host import HostShare
 from engine.kv.tiers.host_memory import HostMemory
 from engine.kv.tiers.page_format import PageKind
 from kernels.attention.window import Window
@@ -41,6 +42,8 @@ class KVCache:
         block_size: tokens per block, and per page of a window.
         dtype: dtype of keys, values and latents; states are float32.
         device: device on which kernels read them.
+        rank: whose part of the pages this is.
+        shares: the host pools that all ranks share, in the order of ``pools``; empty: this rank has its own.
         num_blocks_ahead: blocks, and pages of each window, to prefault before they are used, and a few pages of the
             host pools; only with CPU kernels.
 
@@ -65,11 +68,15 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         num_blocks_ahead: int = 0,
+        rank: int = 0,
+        shares: Sequence[HostShare] = (),
     ) -> None:
+        unused = iter(shares)
         self.sizes, self.block_size = sizes, block_size
 
         def pages(name: str, shapes: list[tuple[int, ...]], count: int, **options: Any) -> PageMemory:
-            options = {"dtype": dtype, "device": device, "remedy": _REMEDY, **options}
+            share = next(unused, None)
+            options = {"dtype": dtype, "device": device, "remedy": _REMEDY, "rank": rank, "share": share, **options}
             return PageMemory(name, shapes, num_pages=count, **options)
 
         blocks = _shapes(layers, None, block_size)
@@ -113,7 +120,7 @@ class KVCache:
         pools = [("blocks", self.blocks), *((f"window {window}", pool) for window, pool in self.windows.items())]
         if self.sizes.num_slots:
             pools.append(("states", self.slots))
-        kinds = [PageKind(name, pool.bytes_per_page) for name, pool in pools]
+        kinds = [PageKind(name, pool.host_page_bytes) for name, pool in pools]
         expect = [pool.expect_on_host for _, pool in pools]
         return HostMemory(kinds, [pool.host_bytes for _, pool in pools], expect)
 

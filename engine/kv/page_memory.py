@@ -4,7 +4,7 @@ A page is a block's keys and values, or the states of a sequence. It consists of
 of one shape are one tensor of the device pool, so that one operation copies them. Most models have one shape.
 
     device pool   [num_parts, num_pages, *shape] for each shape    a layer's keys, or its values, are one part
-    host pool     [num_host_pages, bytes_per_page]                 a page is one piece of memory
+    host pool     [num_host_pages, bytes_per_page]                 a page is one piece of memory, see shared_host.py
 
 Copies preserve every bit, also the payload of a NaN, because they use integer views of both pools.
 """
@@ -23,7 +23,8 @@ import torch
 
 from engine.errors import ConfigError, KVCacheError
 from engine.kv.page_copies import PageCopies
-from engine.kv.pinned_memory import pinned_zeros, unpin
+from engine.kv.pinned_memory import pin, pinned_zeros, unpin
+from engine.kv.shared_host import HostShare
 from kernels.cpu.memory import huge_zeros
 from kernels.cpu.prefaulter import Prefaulter
 from kernels.device_copy import to_device
@@ -49,6 +50,8 @@ class PageMemory:
         device: on which kernels read them.
         num_host_pages: pages of the host pool; pinned memory if ``device`` is a GPU.
         remedy: what to do if the memory for the device pool cannot be allocated.
+        rank: whose part of the pages this is.
+        share: the host pool that all ranks share; None: this rank has its own.
 
     Attributes:
         parts: each part, ``[num_pages, *shape]``; views.
@@ -67,6 +70,8 @@ class PageMemory:
         device: torch.device,
         num_host_pages: int = 0,
         remedy: str = "",
+        rank: int = 0,
+        share: HostShare | None = None,
     ) -> None:
         self._noun = name.rpartition(" ")[2]
         self.num_pages, self.num_host_pages = num_pages, num_host_pages
@@ -78,7 +83,9 @@ class PageMemory:
                 for shape, num_parts in Counter(shapes).items()
             }
         with _explained(f"{num_host_pages} swapped {name}s on the host", self.num_host_bytes, "lower swap_space_gib"):
-            self._host = self._make_host_pool((num_host_pages, self.bytes_per_page))
+            self._host_pages = self._make_host_pool(share)  # [num_host_pages, bytes of a page's part of all ranks]
+        first_byte = rank * self.bytes_per_page if share else 0
+        self._host = self._host_pages[:, first_byte : first_byte + self.bytes_per_page]
         parts = {shape: iter(pool) for shape, pool in pools.items()}
         self.parts = [next(parts[shape]) for shape in shapes]
         self._prefaulter: Prefaulter | None = None
@@ -91,7 +98,7 @@ class PageMemory:
     def prefault_host(self) -> None:
         """Keep some unused pages of a CPU's host pool ready: to allocate one takes longer than to copy it."""
         if self.num_host_pages and self.bytes_per_page and self.device.type == "cpu":
-            self._host_prefaulter = Prefaulter([self._host], _HOST_BYTES_AHEAD // self.bytes_per_page)
+            self._host_prefaulter = Prefaulter([self._host_pages], _HOST_BYTES_AHEAD // self.host_page_bytes)
             self._host_prefaulter.use(0)
 
     def expect_on_host(self, host_id: int) -> None:
@@ -99,10 +106,11 @@ class PageMemory:
         if self._host_prefaulter is not None:
             self._host_prefaulter.use(host_id)
 
-    def _make_host_pool(self, shape: tuple[int, int]) -> torch.Tensor:
-        if self.device.type == "cpu" or not self.num_host_pages:
-            return huge_zeros(shape, torch.uint8)  # which the system allocates on first use
-        pool = pinned_zeros(shape, torch.uint8)
+    def _make_host_pool(self, share: HostShare | None) -> torch.Tensor:
+        shape = (self.num_host_pages, self.bytes_per_page)
+        if self.device.type == "cpu" or not self.num_host_pages:  # the system allocates it on first use
+            return huge_zeros(shape, torch.uint8) if share is None else share.map(*shape)
+        pool = pinned_zeros(shape, torch.uint8) if share is None else pin(share.map(*shape))
         weakref.finalize(self, unpin, pool, self.device)  # which keeps the memory until it is unlocked
         return pool
 
@@ -128,12 +136,17 @@ class PageMemory:
         return self.num_host_pages * self.bytes_per_page
 
     @property
+    def host_page_bytes(self) -> int:
+        """Bytes of a page of the host pool, with the parts of all ranks that share it."""
+        return self._host_pages.shape[1]
+
+    @property
     def host_bytes(self) -> memoryview:
-        """The memory of the host pool, ``num_host_pages * bytes_per_page``, for threads that read or write pages.
+        """The memory of the host pool, ``num_host_pages * host_page_bytes``, for threads that read or write pages.
 
         On a GPU, copies to it are made when the step that they belong to is finished.
         """
-        return self._host.numpy().reshape(-1).data
+        return self._host_pages.numpy().reshape(-1).data
 
     def make(self, copies: PageCopies) -> None:
         """Make the copies of a step, in their order.

@@ -13,7 +13,7 @@ import torch
 
 from kernels.cpu.memory import huge_zeros
 
-__all__ = ["pinned_zeros", "unpin"]
+__all__ = ["pin", "pinned_zeros", "unpin"]
 
 _PAGE = 2 * 2**20  # at least a whole page, so that no other object shares a page with the tensor
 
@@ -25,16 +25,25 @@ def pinned_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         RuntimeError: if the system refuses the memory, or CUDA refuses to lock it.
     """
     num_elements = torch.Size(shape).numel()
-    memory = huge_zeros((max(num_elements * dtype.itemsize, _PAGE),), torch.uint8)
+    memory = pin(huge_zeros((max(num_elements * dtype.itemsize, _PAGE),), torch.uint8))
+    return memory[: num_elements * dtype.itemsize].view(dtype).view(shape)
+
+
+def pin(memory: torch.Tensor) -> torch.Tensor:
+    """Lock memory that is contiguous and shares no page with another object; return it. ``unpin`` unlocks it.
+
+    Raises:
+        RuntimeError: if CUDA refuses.
+    """
     cudart = _cudart()
     error = cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)  # 0: cudaHostRegisterDefault
     if int(error):
         raise RuntimeError(f"cudaHostRegister: {cudart.cudaGetErrorString(error)}")
-    return memory[: num_elements * dtype.itemsize].view(dtype).view(shape)
+    return memory
 
 
 def unpin(memory: torch.Tensor, device: torch.device) -> None:
-    """Unlock the memory of ``pinned_zeros`` after the copies that are still queued on ``device``."""
+    """Unlock the memory of ``pinned_zeros`` or ``pin`` after the copies that are still queued on ``device``."""
     with suppress(RuntimeError):  # a failed kernel makes every later call fail
         torch.cuda.synchronize(device)
     with suppress(RuntimeError):  # a forked copy of this process has no CUDA

@@ -95,7 +95,7 @@ def new_tiers(
     sink: MetricSink | None,
     on_changed: Callable[[], None],
 ) -> Tiers | None:
-    """Return the tiers; None if there is no host pool, through which all pages pass, or several ranks share it.
+    """Return the tiers; None if there is no host pool, through which all pages pass, or each rank has its own.
 
     Raises:
         ConfigError: if the options ask for a tier that cannot be.
@@ -107,7 +107,7 @@ def new_tiers(
     for name, off in (("disk_cache_path", None), ("kv_transfer", False)):
         if value := getattr(config, name):
             raise ConfigError(
-                "needs a host pool and the prefix cache, and tensor_parallel_size=1",
+                "needs a host pool and the prefix cache",
                 param=name,
                 value=value,
                 remedy=f"set swap_space_gib and enable_prefix_caching, or set it {json.dumps(off)}",

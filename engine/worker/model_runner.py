@@ -20,6 +20,7 @@ from engine.config import EngineConfig, EngineInfo
 from engine.errors import ConfigError
 from engine.kv.page_maps import HostPageMap
 from engine.kv.pool_sizes import PoolSizes, smallest
+from engine.kv.shared_host import host_shares
 from engine.kv.tiers.host_memory import HostMemory
 from engine.models.config.files.generation_defaults import GenerationDefaults
 from engine.outputs import TokenLogprobs
@@ -114,8 +115,14 @@ class ModelRunner:
 
     @property
     def host_memory(self) -> HostMemory | None:
-        """The bytes of the host pools; None with several ranks, each of which has a part of every page."""
-        return self.workers.local.kv_cache.host_memory if self.config.tensor_parallel_size == 1 else None
+        """The bytes of the host pools; None if each of several ranks has a pool of its own."""
+        has_all = self.config.tensor_parallel_size == 1 or self._shares_host_pools
+        return self.workers.local.kv_cache.host_memory if has_all else None
+
+    @property
+    def _shares_host_pools(self) -> bool:
+        """Whether all ranks have one host pool, because a tier beyond it reads and writes whole pages."""
+        return self.config.tensor_parallel_size > 1 and bool(self.config.disk_cache_path or self.config.kv_transfer)
 
     def run(self, output: SchedulerOutput, times: StepTimes) -> SampledTokens:
         """Compute the batch and sample for each of ``output.sampling``; the phases' seconds go to ``times``.
@@ -196,7 +203,11 @@ class ModelRunner:
         pools = replace(pools, num_snapshots=max(pools.num_snapshots, pools.num_slots - most_running))
         on_gpu = self.device.type != "cpu"
         pools = host_pools_for(self.config, pools, page_sizes, self.max_model_len, is_on_gpu=on_gpu)
-        self.workers.call("allocate", pools)
+        if self._shares_host_pools and pools.num_host_blocks:
+            with host_shares(len(pools.num_window_pages) + 2, self.config.tensor_parallel_size) as shares:
+                self.workers.call("allocate", pools, shares)
+        else:
+            self.workers.call("allocate", pools)
         self.workers.call("capture_graphs")
         return pools
 

@@ -7,7 +7,7 @@ take. ``ModelWorker`` holds the cache and executes plans.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -17,6 +17,7 @@ from engine.kv.block_tables import BlockTables
 from engine.kv.kv_cache import KVCache
 from engine.kv.page_maps import PageMap
 from engine.kv.pool_sizes import PageSizes, PoolSizes
+from engine.kv.shared_host import HostShare
 from engine.models.adapter.decoder import TransformersDecoder
 from engine.models.adapter.loader import load_transformers_decoder
 from engine.models.checkpoint.checkpoint import open_checkpoint
@@ -236,8 +237,13 @@ class ModelShard:
         """Return a map for each window of ``cache``, without pages."""
         return [PageMap(cache.sizes.num_blocks, self.device) for _ in cache.windows]
 
-    def make_cache(self, sizes: PoolSizes | None = None) -> KVCache:
-        """Return a KV cache for what the model's layers declare; None: of one page in each pool."""
+    def make_cache(self, sizes: PoolSizes | None = None, shares: Sequence[HostShare] = ()) -> KVCache:
+        """Return a KV cache for what the model's layers declare.
+
+        Args:
+            sizes: of its pools; None: one page each.
+            shares: the host pools that all ranks share, if they do.
+        """
         return KVCache(
             self.model.layer_caches,
             sizes or self.page_sizes.one_page_each,
@@ -245,4 +251,6 @@ class ModelShard:
             dtype=self.dtype,
             device=self.device,
             num_blocks_ahead=-(-2 * self.num_preallocated_tokens // self.block_size),
+            rank=self.rank,
+            shares=shares,
         )

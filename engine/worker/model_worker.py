@@ -8,7 +8,7 @@ parallelism there is one worker with the whole model.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
 
 import torch
@@ -18,6 +18,7 @@ from engine.kv.block_tables import BlockTables
 from engine.kv.kv_cache import KVCache
 from engine.kv.page_maps import PageMap
 from engine.kv.pool_sizes import PoolSizes
+from engine.kv.shared_host import HostShare
 from engine.models.decoder.cpu_decoder import CpuDecoder
 from engine.models.tensor_parallel import TensorParallel
 from engine.worker.device import set_rank_threads
@@ -26,7 +27,7 @@ from engine.worker.model_shard import ModelShard
 from engine.worker.step_graphs import StepGraphs
 from engine.worker.step_plan import StepPlan
 from engine.worker.warm_up import WarmUp
-from kernels.device_copy import use_device
+from kernels.device_copy import use_device, wait_for_device
 
 __all__ = ["ModelWorker"]
 
@@ -114,6 +115,13 @@ class ModelWorker:
             self.shard.compute_prompt_logits(hidden, model_input.prompt_logit_indices, on_prompt_logits)
         return self.shard.model.compute_logits(hidden, model_input.logit_indices) if len(plan.logit_indices) else None
 
+    @torch.inference_mode()
+    def copy_pages(self, plan: StepPlan) -> None:
+        """Make the copies of a step that computes nothing, and wait for them."""
+        use_device(self.shard.device)
+        self._copy_pages(plan)
+        wait_for_device(self.shard.device)
+
     def _copy_pages(self, plan: StepPlan) -> None:
         for pool, copies in zip(self.kv_cache.pools, plan.copies, strict=True):
             pool.make(copies)
@@ -156,16 +164,17 @@ class ModelWorker:
             memory = gpu_memory_for_cache(self.config, shard.device, useful, self._graph_bytes)
         return pools_that_fit(self.config, sizes, memory, shard.max_model_len)
 
-    def allocate(self, sizes: PoolSizes) -> None:
+    def allocate(self, sizes: PoolSizes, shares: Sequence[HostShare] = ()) -> None:
         """Allocate the KV cache, its block tables and the scratch memory of steps.
 
         Args:
             sizes: of the pools; equal on every rank, because the ranks share the block tables.
+            shares: the host pools that all ranks share, if they do.
         """
         shard = self.shard
         if isinstance(shard.model, CpuDecoder):
             shard.model.reserve(min(shard.num_preallocated_tokens, sizes.num_blocks * shard.block_size))
-        self.kv_cache = shard.make_cache(sizes)
+        self.kv_cache = shard.make_cache(sizes, shares)
         self.block_tables = shard.make_tables(sizes.num_blocks)
         self.page_maps = shard.make_page_maps(self.kv_cache)
 

@@ -57,6 +57,9 @@ class WorkerPool:
         """
         if self._ranks is None:
             return self.local.execute(plan, on_prompt_logits, sampled)
+        if not len(plan.token_ids):  # no collective shows that all ranks have made the copies
+            self.call("copy_pages", plan)
+            return None
         with self._ranks.together():
             self._ranks.send(("execute", (plan,), False))  # no reply: the collectives show that all ranks compute it
             return self.local.execute(plan, on_prompt_logits)

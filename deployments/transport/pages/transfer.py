@@ -131,6 +131,7 @@ def described(page_format: PageFormat, info: EngineInfo) -> dict[str, str]:
         "dtype": info.dtype,
         "block_size": str(page_format.block_size),
         "pages": sizes,
+        "tensor_parallel_size": str(page_format.num_ranks),
         "model": page_format.model_digest.hex(),
         "format": str(FORMAT_VERSION),
     }

@@ -33,16 +33,20 @@ class PageFormat:
         model_digest: of the weights and of all that changes what a layer caches: see model_digest.py.
         block_size: tokens per block.
         kinds: of pages, as the pools are ordered: blocks, each window, then states if the model has any.
+        num_ranks: whose parts follow each other in a page. They also round other sums, so KV depends on their number.
     """
 
     model_digest: bytes
     block_size: int
     kinds: tuple[PageKind, ...]
+    num_ranks: int = 1
 
     @property
     def digest(self) -> bytes:
         """16 bytes; engines with equal ones can exchange pages."""
         text = repr((FORMAT_VERSION, self.model_digest, self.block_size, [(k.name, k.num_bytes) for k in self.kinds]))
+        if self.num_ranks > 1:
+            text += f" of {self.num_ranks} ranks"
         return blake2b(text.encode(), digest_size=16).digest()
 
 

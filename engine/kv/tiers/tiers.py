@@ -105,7 +105,8 @@ class Tiers(EngineObserver):
     @cached_property
     def format(self) -> PageFormat:
         """What the bytes of this engine's pages mean. The first access reads all weights."""
-        return PageFormat(model_digest(self._config, self._info), self._info.block_size, self._memory.kinds)
+        digest, num_ranks = model_digest(self._config, self._info), self._config.tensor_parallel_size
+        return PageFormat(digest, self._info.block_size, self._memory.kinds, num_ranks)
 
     def chain(self, token_ids: list[int], cache_key: str) -> TokenChain:
         """Return the blocks of a text, with their names."""
