@@ -194,6 +194,14 @@ class EngineConfig:
                 value=self.device,
                 remedy="choose cuda",
             )
+        if self.tensor_parallel_size > 1 and self.speculation is not None and self.speculation.method == "draft_model":
+            raise ConfigError(
+                "needs tensor_parallel_size=1",
+                param="speculative_config",
+                part="method",
+                value="draft_model",
+                remedy="choose ngram or suffix",
+            )
 
     @property
     def speculation(self) -> SpeculativeConfig | None:

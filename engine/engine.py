@@ -66,7 +66,7 @@ class Engine:
         self.runner = runner
         self.info = info = runner.info
         self.block_manager = new_block_manager(config, info, record_events=on_kv_events is not None)
-        self.scheduler = new_scheduler(config, info, self.block_manager)
+        self.scheduler = new_scheduler(config, info, self.block_manager, runner.draft_model)
         self.validator = new_validator(config, info, self.scheduler)
         self.backlog = PrefillBacklog(self.block_manager)
         self._queue_limits = QueueLimits(config.max_queued_requests, config.max_queued_prefill_tokens)
@@ -305,7 +305,8 @@ class Engine:
         self.observers.step_started()
         started = perf_counter()
         output = self.scheduler.schedule()
-        times.schedule = perf_counter() - started
+        times.draft = output.draft_model_seconds
+        times.schedule = perf_counter() - started - times.draft
         self.observers.step_scheduled(output)
         if self._overlaps_steps:
             return self._launch(output, times)

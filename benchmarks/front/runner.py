@@ -78,6 +78,10 @@ class ComputeFreeRunner:
     def host_memory(self) -> None:
         """None: it has no memory."""
 
+    @property
+    def draft_model(self) -> None:
+        """None: it drafts nothing."""
+
     def check_health(self) -> None:
         """Always healthy."""
 

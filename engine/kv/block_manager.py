@@ -218,9 +218,14 @@ class BlockManager:
             window.grow(sequence, num_held)
         return max(0, missing)
 
-    def free_draft_blocks(self, sequence: Sequence) -> None:
-        """Free the blocks that ``extend`` added and that hold none of the sequence's computed tokens."""
-        table, num_kept = sequence.block_table, self.num_blocks_for(sequence.num_computed_tokens)
+    def free_draft_blocks(self, sequence: Sequence, num_tokens: int | None = None) -> None:
+        """Free the blocks that ``extend`` added and that hold none of the sequence's first ``num_tokens`` tokens.
+
+        Args:
+            num_tokens: None: the computed ones.
+        """
+        num_tokens = sequence.num_computed_tokens if num_tokens is None else num_tokens
+        table, num_kept = sequence.block_table, self.num_blocks_for(num_tokens)
         for window in self.windows:
             window.release(sequence, num_kept)
         while len(table) > num_kept:

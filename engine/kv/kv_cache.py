@@ -12,6 +12,7 @@ It copies pages by id. The block manager decides which page belongs to which seq
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -27,10 +28,23 @@ from engine.kv.tiers.host_memory import HostMemory
 from engine.kv.tiers.page_format import PageKind
 from kernels.attention.window import Window
 
-__all__ = ["KVCache"]
+__all__ = ["CachedLayers", "KVCache"]
 
 _SLOTS_AHEAD = 4  # to prefault; the states of a sequence take many megabytes
 _REMEDY = "lower num_blocks, kv_cache_memory or gpu_memory_utilization"
+
+
+@dataclass(frozen=True)
+class CachedLayers:
+    """The caches of one of the models that share a KVCache.
+
+    Attributes:
+        layers: as those of KVCache, of this model's declarations only.
+        block_size: tokens per block.
+    """
+
+    layers: list[tuple[torch.Tensor, ...]]
+    block_size: int
 
 
 class KVCache:
@@ -50,6 +64,7 @@ class KVCache:
     Attributes:
         layers: each declaration's tensors: (keys, values), ``[num_pages, block_size, heads, key_dim or value_dim]``,
             (latents,), ``[num_pages, block_size, rank + rope_dim]``, (index keys,), ``[num_pages, block_size, dim]``,
+            (marks,), ``[num_pages, block_size, 8 bytes]``,
             or the states, ``[num_slots, *shape]``; of a SharedWith those of the declaration that it names.
         blocks: pages of the layers that attend to everything.
         windows: pages of the layers with each window, in the order of ``windows_of``.
@@ -108,6 +123,10 @@ class KVCache:
                 yield tuple(islice(parts[layer.window], len(layer.token_shapes)))
             else:
                 yield tuple(islice(slots, len(layer.shapes) if isinstance(layer, State) else 0))
+
+    def part(self, first: int, end: int) -> CachedLayers:
+        """Return the caches of the declarations from index ``first`` to ``end``."""
+        return CachedLayers(self.layers[first:end], self.block_size)
 
     @property
     def pools(self) -> list[PageMemory]:

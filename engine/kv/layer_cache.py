@@ -1,15 +1,16 @@
-"""KeyValue, Latent, IndexKey, State and SharedWith: what a layer caches. Models declare it; pools and sizes follow.
+"""What a layer caches: KeyValue, Latent, IndexKey, PrefixMark, State, SharedWith. Models declare it; pools follow.
 
 A declaration is of one tensor-parallel rank's share of a layer. It knows neither the model nor the dtype, and needs no
 torch. A layer of attention declares a KeyValue or a Latent, a recurrent one a State; one with both declares two. An
 attention layer that reads the keys and values of an earlier layer declares a SharedWith. One that chooses the tokens it
-attends to declares an IndexKey after its Latent.
+attends to declares an IndexKey after its Latent. The layers of a draft model are declared after those of the model
+whose tokens it drafts, with a PrefixMark.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from kernels.attention.window import Chunk, Window, most_keys
@@ -19,16 +20,19 @@ __all__ = [
     "KeyValue",
     "Latent",
     "LayerCache",
+    "PrefixMark",
     "SharedWith",
     "State",
     "TokenCache",
     "bytes_per_state",
     "bytes_per_token",
+    "joined",
     "windows_of",
     "without_windows",
 ]
 
 _STATE_ELEMENT_SIZE = 4
+_MARK_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +118,32 @@ class IndexKey:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixMark:
+    """64 bits for each token, which say after which tokens the caches beside them were computed.
+
+    Attributes:
+        element_size: bytes of one number of the cache.
+    """
+
+    element_size: int
+
+    @property
+    def window(self) -> None:
+        """None: all tokens are kept."""
+        return None
+
+    @property
+    def token_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shape of a token's mark, as numbers of the cache."""
+        return ((self.elements_per_token,),)
+
+    @property
+    def elements_per_token(self) -> int:
+        """Numbers that one token takes."""
+        return _MARK_BYTES // self.element_size
+
+
+@dataclass(frozen=True, slots=True)
 class State:
     """What a recurrence or a convolution remembers of a sequence's tokens so far: of each sequence, not of each token.
 
@@ -142,7 +172,7 @@ class SharedWith:
     index: int
 
 
-TokenCache = KeyValue | Latent | IndexKey  # kept for each token, in pages
+TokenCache = KeyValue | Latent | IndexKey | PrefixMark  # kept for each token, in pages
 LayerCache = TokenCache | State | SharedWith
 
 
@@ -155,6 +185,13 @@ def windows_of(layers: Iterable[LayerCache]) -> tuple[Window, ...]:
 def without_windows(layers: Iterable[LayerCache]) -> tuple[LayerCache, ...]:
     """Return the declarations as if all keys and values were kept; benchmarks and tests compare with them."""
     return tuple(replace(layer, window=None) if isinstance(layer, KeyValue) else layer for layer in layers)
+
+
+def joined(layers: Sequence[LayerCache], others: Iterable[LayerCache]) -> tuple[LayerCache, ...]:
+    """Return the declarations of two models that share their pages, the second one's after the first one's."""
+    first = len(layers)
+    moved = (SharedWith(other.index + first) if isinstance(other, SharedWith) else other for other in others)
+    return (*layers, *moved)
 
 
 def bytes_per_token(layers: Iterable[LayerCache], element_size: int, window: Window | None = None) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from engine.errors import ConfigError
-from engine.options.rules import apply_rules, choice, integer, number, rules_of
+from engine.options.rules import apply_rules, choice, integer, name_or_null, number, optional, rules_of
 from engine.options.unknown import hint
+from kernels.linear.registry import QUANTIZATIONS
 
 __all__ = ["SpeculativeConfig"]
 
@@ -27,6 +29,7 @@ _OPTIONS = {  # of each method
         "suffix_decoding_max_spec_factor",
         "suffix_decoding_min_token_prob",
     ),
+    "draft_model": (*_SHARED, "model", "quantization"),
 }
 
 
@@ -38,7 +41,9 @@ class SpeculativeConfig:
         method: ``ngram``: the draft tokens are those that followed the latest earlier occurrence of the sequence's last
             tokens (prompt lookup decoding, A. Saxena, 2023). ``suffix``: those that most often followed the longest
             match of the sequence's end, in its prompt and answer or in earlier answers of the engine (SuffixDecoding,
-            Oliaro et al., 2024). With either, the ``prediction`` of a request comes first.
+            Oliaro et al., 2024). ``draft_model``: those that a smaller model samples with the same noise, so that it
+            agrees with the large one as often as their distributions allow (Daliri et al., 2024, arXiv 2408.07978); on
+            a CPU. With any of them, the ``prediction`` of a request comes first.
         num_speculative_tokens: most draft tokens of a sequence in one step, at most 128; with ``suffix`` the default is
             suffix_decoding_max_tree_depth. With ``max_decode_slowdown``, fewer are computed where they do not pay.
         prompt_lookup_max: longest n-gram that is looked up; default 5, or prompt_lookup_min if that is more.
@@ -49,6 +54,8 @@ class SpeculativeConfig:
         suffix_decoding_max_spec_factor: most draft tokens for each token of the match.
         suffix_decoding_min_token_prob: a draft ends before a token whose probability, by how often it and those before
             it followed the match, is less.
+        model: of ``draft_model``, its checkpoint, as ``model`` of the engine; with the same vocabulary as that.
+        quantization: of ``draft_model``, as ``quantization`` of the engine.
 
     Raises:
         ConfigError: for any value out of range.
@@ -62,8 +69,12 @@ class SpeculativeConfig:
     suffix_decoding_max_cached_requests: Annotated[int, integer(0)] = MAX_CACHED_REQUESTS
     suffix_decoding_max_spec_factor: Annotated[float, number(0.0, MAX_DRAFT_TOKENS)] = 1.0
     suffix_decoding_min_token_prob: Annotated[float, number(0.0, 1.0)] = 0.1
+    model: Annotated[str | None, name_or_null] = None
+    quantization: Annotated[str | None, optional(choice(*QUANTIZATIONS))] = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.model, os.PathLike):
+            object.__setattr__(self, "model", os.fspath(self.model))
         apply_rules(self, _RULES, ConfigError, "speculative_config")
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ConfigError(
@@ -72,6 +83,10 @@ class SpeculativeConfig:
                 part="prompt_lookup_min",
                 value=self.prompt_lookup_min,
                 remedy="lower it",
+            )
+        if self.method == "draft_model" and self.model is None:
+            raise ConfigError(
+                "is missing", param="speculative_config", part="model", remedy="give the checkpoint of the draft model"
             )
 
     @classmethod

@@ -14,6 +14,7 @@ from engine.kv.tiers.tiers import Tiers
 from engine.observability.metrics import MetricSink
 from engine.request import RequestValidator
 from engine.scheduling.drafting.configured import new_drafter
+from engine.scheduling.drafting.draft_model import DraftModel
 from engine.scheduling.prefill_pace import PrefillPace
 from engine.scheduling.scheduler import Scheduler
 from engine.worker.runner import Runner
@@ -52,14 +53,16 @@ def new_block_manager(config: EngineConfig, info: EngineInfo, *, record_events: 
     )
 
 
-def new_scheduler(config: EngineConfig, info: EngineInfo, block_manager: BlockManager) -> Scheduler:
+def new_scheduler(
+    config: EngineConfig, info: EngineInfo, block_manager: BlockManager, draft_model: DraftModel | None = None
+) -> Scheduler:
     pace = drafter = None
     if config.max_decode_slowdown is not None and info.free_tokens is not None:
         target = config.target_inter_token_ms
         target_s = None if target is None else target / 1e3
         pace = PrefillPace(info.free_tokens, config.max_decode_slowdown, target_s)
     if config.speculation is not None:
-        drafter = new_drafter(config, config.speculation, info, block_manager)
+        drafter = new_drafter(config, config.speculation, info, block_manager, draft_model)
     return Scheduler(
         block_manager,
         max_num_seqs=config.max_num_seqs,

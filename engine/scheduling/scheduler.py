@@ -185,7 +185,7 @@ class Scheduler:
         if self._pace is not None:
             self._pace.record_step(output.num_tokens, times.total)
         if self.drafter is not None:
-            self.drafter.record_step(output, times.total)
+            self.drafter.record_step(output, times.total - times.draft)
 
     def _must_know_token(self, sequence: Sequence, output: SchedulerOutput) -> bool:
         """Whether the next step must not compute a sequence's pending token: it is the last, or the host needs it."""

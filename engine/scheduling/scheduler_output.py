@@ -29,6 +29,8 @@ class SchedulerOutput:
     # Each sequence as it would be after its first, second, ... draft token: the sampler samples from these too.
     continuations: dict[Sequence, list[Sequence]] = field(default_factory=dict)
     proposers: dict[Sequence, str] = field(default_factory=dict)  # of each draft: who proposed it, by name
+    drafting_seconds: dict[str, float] = field(default_factory=dict)  # that proposers took, by name
+    draft_model_seconds: float = 0.0  # that a draft model took, whatever came of it
     # Tokens that each draft added to its sequence; set after the step, for sequences that it did not find ended.
     num_accepted: dict[Sequence, int] = field(default_factory=dict)
     sampling: list[Sequence] = field(default_factory=list)  # the sequences that sample a token
@@ -124,10 +126,11 @@ class StepTimes:
     """Seconds that the phases of one step took."""
 
     schedule: float = 0.0
+    draft: float = 0.0  # of a draft model
     forward: float = 0.0
     sample: float = 0.0
 
     @property
     def total(self) -> float:
         """Seconds of all phases."""
-        return self.schedule + self.forward + self.sample
+        return self.schedule + self.draft + self.forward + self.sample

@@ -29,6 +29,7 @@ from engine.sampling.ranking import PendingLogprobs
 from engine.sampling.sampler import Sampler
 from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput, StepTimes
 from engine.sequence import Sequence, SequenceGroup
+from engine.worker.drafting.cpu_draft_model import CpuDraftModel
 from engine.worker.memory import host_pools_for, pools_of_blocks
 from engine.worker.step_planner import StepPlanner
 from engine.worker.step_timer import StepTimer
@@ -46,6 +47,9 @@ logger = logging.getLogger(__name__)
 
 class ModelRunner:
     """One model with its KV cache, on one or several tensor-parallel ranks.
+
+    Attributes:
+        draft_model: the draft model; None if the config has none.
 
     Raises:
         ConfigError: if an option does not fit the model, the backend or the machine.
@@ -77,6 +81,7 @@ class ModelRunner:
             if config.enable_prefix_caching:
                 interval = config.state_snapshot_interval
                 self._snapshot_interval = shard.page_sizes.snapshot_interval(self.pools, interval)
+            self.draft_model = self._new_draft_model()
             self._planner = StepPlanner(
                 self.block_size,
                 *worker.block_tables.shape,
@@ -210,6 +215,17 @@ class ModelRunner:
             self.workers.call("allocate", pools)
         self.workers.call("capture_graphs")
         return pools
+
+    def _new_draft_model(self) -> CpuDraftModel | None:
+        worker = self.workers.local
+        if worker.shard.draft is None:
+            return None
+        return CpuDraftModel(
+            worker.shard.draft,
+            worker.kv_cache,
+            weight_bytes=worker.shard.weight_bytes,
+            max_pass_tokens=self.config.max_num_batched_tokens,
+        )
 
     def _log_capacity(self) -> None:
         cache, ranks = self.workers.local.kv_cache, self.config.tensor_parallel_size

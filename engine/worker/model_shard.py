@@ -15,6 +15,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.kv.block_tables import BlockTables
 from engine.kv.kv_cache import KVCache
+from engine.kv.layer_cache import LayerCache
 from engine.kv.page_maps import PageMap
 from engine.kv.pool_sizes import PageSizes, PoolSizes
 from engine.kv.shared_host import HostShare
@@ -30,6 +31,7 @@ from engine.models.decoder.forward_context import ForwardContext
 from engine.models.decoder.loader import load_decoder
 from engine.models.tensor_parallel import TensorParallel
 from engine.worker.device import resolve_device
+from engine.worker.drafting.draft_decoder import DraftDecoder
 from engine.worker.step_plan import ModelInput
 from kernels.attention.base import AttentionBackend, StepLimits
 from kernels.attention.select import select_backend
@@ -59,6 +61,7 @@ class ModelShard:
 
     Attributes:
         model: the model, after ``load``.
+        draft: the draft model, whose weights ``load`` loads; None if the config has none.
 
     Raises:
         ConfigError: if an option does not fit the model, the backend or the machine.
@@ -87,6 +90,7 @@ class ModelShard:
             self.backend.check_block_size(self.block_size)
         except ValueError as error:
             raise ConfigError(str(error)) from error
+        self.draft = self._draft_decoder()
         if rank == 0:
             logger.info(
                 "Using %s attention backend on %s, with blocks of %d tokens (%s)",
@@ -140,13 +144,29 @@ class ModelShard:
         except ValueError as error:
             raise ConfigError(str(error)) from error
 
+    def _draft_decoder(self) -> DraftDecoder | None:
+        options = self.config.speculation
+        if options is None or options.method != "draft_model":
+            return None
+        return DraftDecoder(
+            self.config,
+            options,
+            self.model_config,
+            dtype=self.dtype,
+            device=self.device,
+            max_model_len=self.max_model_len,
+            block_size=self.block_size,
+        )
+
     def load(self, parallel: TensorParallel) -> None:
-        """Load the weights of a rank of ``parallel``.
+        """Load the weights of a rank of ``parallel``, and those of the draft model if there is one.
 
         Raises:
             ModelLoadError: if the checkpoint cannot be served.
         """
         self.model = self._load_model(parallel)
+        if self.draft is not None:
+            self.draft.load()
         return_freed_memory()  # the threads that read weights have left some of theirs, each in an arena of its own
 
     def _load_model(self, parallel: TensorParallel) -> Decoder | CpuDecoder | TransformersDecoder:
@@ -179,7 +199,8 @@ class ModelShard:
     def forward(self, model_input: ModelInput, kv_cache: KVCache) -> torch.Tensor:
         """Return the hidden states [num_tokens, hidden_size] of a batch, whose keys and values go to ``kv_cache``."""
         windows = dict(zip(kv_cache.windows, model_input.windows, strict=True))
-        context = ForwardContext(self.backend, model_input.metadata, kv_cache, windows, model_input.recurrent)
+        own = kv_cache.part(0, len(self.model.layer_caches))
+        context = ForwardContext(self.backend, model_input.metadata, own, windows, model_input.recurrent)
         hidden: torch.Tensor = self.model(model_input.token_ids, model_input.positions, context)
         return hidden
 
@@ -216,9 +237,15 @@ class ModelShard:
         return self.model.num_bytes
 
     @property
+    def layer_caches(self) -> tuple[LayerCache, ...]:
+        """What the layers of this rank's model cache, then those of the draft model if there is one."""
+        own = tuple(self.model.layer_caches)
+        return own if self.draft is None else self.draft.joined_with(own)
+
+    @property
     def page_sizes(self) -> PageSizes:
         """Sizes of the pages of this rank's KV cache."""
-        return PageSizes.of(self.model.layer_caches, self.block_size, self.dtype.itemsize)
+        return PageSizes.of(self.layer_caches, self.block_size, self.dtype.itemsize)
 
     @property
     def num_preallocated_tokens(self) -> int:
@@ -238,14 +265,14 @@ class ModelShard:
         return [PageMap(cache.sizes.num_blocks, self.device) for _ in cache.windows]
 
     def make_cache(self, sizes: PoolSizes | None = None, shares: Sequence[HostShare] = ()) -> KVCache:
-        """Return a KV cache for what the model's layers declare.
+        """Return a KV cache for what the layers declare.
 
         Args:
             sizes: of its pools; None: one page each.
             shares: the host pools that all ranks share, if they do.
         """
         return KVCache(
-            self.model.layer_caches,
+            self.layer_caches,
             sizes or self.page_sizes.one_page_each,
             block_size=self.block_size,
             dtype=self.dtype,

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from engine.config import EngineInfo
 from engine.kv.tiers.host_memory import HostMemory
+from engine.scheduling.drafting.draft_model import DraftModel
 from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput, StepTimes
 
 __all__ = ["ComputedStep", "Runner", "StepInFlight"]
@@ -39,6 +40,10 @@ class Runner(Protocol):
     @property
     def host_memory(self) -> HostMemory | None:
         """The bytes of the host pools' pages; None if this process does not have whole pages."""
+
+    @property
+    def draft_model(self) -> DraftModel | None:
+        """The draft model; None if the config has none."""
 
     def start(self, output: SchedulerOutput) -> StepInFlight:
         """Start to compute a batch, after all that were started before it; do not wait for any of them.

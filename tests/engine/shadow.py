@@ -55,6 +55,10 @@ class ShadowRunner:
         """The host pools as bytes."""
         return shadow_host_memory(self.info, self.host_slots, self.host_window_slots, self.host_states)
 
+    @property
+    def draft_model(self) -> None:
+        """None: it drafts nothing."""
+
     def start(self, output: SchedulerOutput) -> ComputedStep:
         """Do what ``run`` does, and withhold the tokens until the step is finished, as a GPU does."""
         return ComputedStep(self.run(output, StepTimes()))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator
 from hashlib import blake2b
+from itertools import chain
 from pathlib import Path
 
 from xxhash import xxh3_128
@@ -41,7 +42,11 @@ def model_digest(config: EngineConfig, info: EngineInfo) -> bytes:
         config.model_impl,
     )
     digest.update(repr(options).encode())
-    for path in _files(Path(config.model)):
+    models = [config.model]
+    if config.speculation is not None and config.speculation.model is not None:
+        models.append(config.speculation.model)  # its keys and values are in the same pages
+        digest.update(repr(config.speculation.quantization).encode())
+    for path in chain.from_iterable(_files(Path(model)) for model in models):
         digest.update(f"{path.name}:{path.stat().st_size}:".encode())
         digest.update(_content_hash(path))
     return digest.digest()

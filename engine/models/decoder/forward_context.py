@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from engine.kv.kv_cache import KVCache
+from engine.kv.kv_cache import CachedLayers, KVCache
 from kernels.attention.base import AttentionBackend
 from kernels.attention.window import Window
 from kernels.attention_metadata import AttentionMetadata
@@ -41,7 +41,7 @@ class ForwardContext:
 
     backend: AttentionBackend
     metadata: AttentionMetadata
-    kv_cache: KVCache
+    kv_cache: KVCache | CachedLayers
     windows: Mapping[Window, AttentionMetadata] = field(default_factory=dict)
     recurrent: RecurrentMetadata | None = None
     choice: SparseChoice = field(default_factory=SparseChoice)

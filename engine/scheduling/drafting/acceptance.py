@@ -7,12 +7,12 @@ from weakref import WeakKeyDictionary
 
 from engine.sequence import Sequence
 
-__all__ = ["Acceptance"]
+__all__ = ["RETRY_TOKENS", "Acceptance"]
 
 _WEIGHT = 0.1  # of the last draft token
 _FIRST_RATE = 0.7  # before anything is known
 # A sequence that got no draft several times in a row is tried again after this number of tokens.
-_MAX_MISSES, _RETRY_TOKENS = 4, 16
+_MAX_MISSES, RETRY_TOKENS = 4, 16
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class Acceptance:
 
     def is_retried(self, sequence: Sequence) -> bool:
         """Whether a sequence whose drafts do not pay gets a token to find out whether they do now."""
-        return sequence.num_tokens % _RETRY_TOKENS == 0
+        return sequence.num_tokens % RETRY_TOKENS == 0
 
     def may_get_draft(self, sequence: Sequence) -> bool:
         """Whether the next token may get a draft, so that it is worth knowing it before the next step is scheduled."""

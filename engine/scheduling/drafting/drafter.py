@@ -24,10 +24,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as GenericSequence
+from dataclasses import dataclass
+from time import perf_counter
 
 from engine.kv.block_manager import BlockManager
 from engine.scheduling.drafting.acceptance import Acceptance
 from engine.scheduling.drafting.continuations import continuations_of
+from engine.scheduling.drafting.draft_model import DraftModel
+from engine.scheduling.drafting.model_drafting import ModelDrafting
 from engine.scheduling.drafting.payoff import Payoff
 from engine.scheduling.drafting.proposer import Proposer
 from engine.scheduling.sampled_results import record_logprobs
@@ -42,6 +46,21 @@ _MANY = 5  # sequences, for which one question to Payoff costs less than one to 
 _SKIPPED_STEPS = 7  # after one in which drafts pay for none of many
 
 
+@dataclass(slots=True)
+class _Room:
+    """What a step has for further drafts.
+
+    Attributes:
+        num_blocks: that no sequence of the batch needs for its next step.
+        num_tokens: of the step so far.
+        num_expected: tokens that the step is expected to give so far.
+    """
+
+    num_blocks: int
+    num_tokens: int
+    num_expected: float
+
+
 class Drafter:
     """Adds drafts to the batches of one scheduler.
 
@@ -50,6 +69,7 @@ class Drafter:
         proposers: guess the tokens, by name; the first that proposes any for a sequence is used.
         num_tokens: draft tokens of one sequence in a step, at most.
         payoff: limits drafts to those that are expected to pay; None sets no such limit.
+        draft_model: drafts for sequences for which no proposer does.
     """
 
     def __init__(
@@ -58,12 +78,14 @@ class Drafter:
         proposers: dict[str, Proposer],
         num_tokens: int,
         payoff: Payoff | None = None,
+        draft_model: DraftModel | None = None,
     ) -> None:
         self.proposers = proposers
         self.num_tokens = num_tokens
         self._blocks = block_manager
         self.payoff = payoff
         self.acceptance = Acceptance()
+        self.model = None if draft_model is None else ModelDrafting(draft_model, self.acceptance)
         self._had_drafts = False  # the last step
         self._num_skipped = 0  # steps of many sequences that get no drafts, before Payoff is asked again
 
@@ -84,32 +106,100 @@ class Drafter:
         """Add drafts to a batch that is otherwise complete, and allocate their blocks."""
         if step.token_budget < 1:
             return
-        num_blocks = self._blocks.num_growable_blocks - step.max_blocks_needed()
-        num_tokens = sum(step.num_new_tokens)
-        num_expected = float(len(step.running) - len(step.not_sampling))  # tokens that the step gives
-        for index in self._candidates(step, num_tokens, num_expected):
+        room = _Room(
+            num_blocks=self._blocks.num_growable_blocks - step.max_blocks_needed(),
+            num_tokens=sum(step.num_new_tokens),
+            num_expected=float(len(step.running) - len(step.not_sampling)),
+        )
+        undrafted = []
+        for index in self._candidates(step, room):
+            if not self._is_ready(step, index):
+                continue
             sequence = step.running[index]
-            if (
-                step.num_new_tokens[index] != 1
-                or index in step.not_sampling
-                or sequence.num_pending
-                or not self.may_draft(sequence)
-            ):
-                continue
-            name, proposed = self._propose(sequence, self._limit(sequence, step, num_blocks))
-            if not proposed:
-                self.acceptance.record_draft(sequence, has_draft=False)
-                continue
-            paying, num_right = self._paying(sequence, len(proposed), step, num_tokens, num_expected)
-            continuations = continuations_of(sequence, proposed[:paying])
-            self.acceptance.record_draft(sequence, has_draft=bool(continuations))
-            if continuations and (self._blocks.states is None or self._blocks.states.back_up(sequence)):
-                draft = continuations[-1].token_ids[len(sequence.token_ids) :]
-                num_blocks -= self._blocks.extend(sequence, sequence.num_tokens + len(draft))
-                step.add_draft(index, draft, continuations, name)
-                num_tokens, num_expected = num_tokens + len(draft), num_expected + num_right
+            name, proposed = self._propose(sequence, self._limit(sequence, step, room.num_blocks), step)
+            if proposed or self.model is None:
+                self._add(step, index, name, proposed, room)
+            else:
+                undrafted.append(index)
+        if self.model is not None:
+            started = perf_counter()
+            self._draft_with_model(self.model, undrafted, step, room)
+            step.output.draft_model_seconds = perf_counter() - started
 
-    def _candidates(self, step: StepBuilder, num_tokens: int, num_expected: float) -> Iterable[int]:
+    def _is_ready(self, step: StepBuilder, index: int) -> bool:
+        """Whether a running sequence decodes in this step, and may get a draft."""
+        sequence = step.running[index]
+        is_decode = step.num_new_tokens[index] == 1 and index not in step.not_sampling and not sequence.num_pending
+        return is_decode and self.may_draft(sequence)
+
+    def _add(self, step: StepBuilder, index: int, name: str, proposed: list[int], room: _Room) -> bool:
+        """Add what pays of a draft to the step; return whether that is any token."""
+        sequence = step.running[index]
+        if not proposed:
+            self.acceptance.record_draft(sequence, has_draft=False)
+            return False
+        paying, num_right = self._paying(sequence, len(proposed), step, room)
+        continuations = continuations_of(sequence, proposed[:paying])
+        self.acceptance.record_draft(sequence, has_draft=bool(continuations))
+        if not continuations or (self._blocks.states is not None and not self._blocks.states.back_up(sequence)):
+            return False
+        draft = continuations[-1].token_ids[len(sequence.token_ids) :]
+        room.num_blocks -= self._blocks.extend(sequence, sequence.num_tokens + len(draft))
+        step.add_draft(index, draft, continuations, name)
+        room.num_tokens, room.num_expected = room.num_tokens + len(draft), room.num_expected + num_right
+        return True
+
+    # --- a draft model ------------------------------------------------------------------------------------------
+
+    def _draft_with_model(self, model: ModelDrafting, indices: list[int], step: StepBuilder, room: _Room) -> None:
+        """Let the draft model catch up with the sequences of a step, and draft for those of these indices.
+
+        Those that join the batch in this step wait: their blocks may still have to be copied to the device.
+        """
+        admitted = set(step.output.admitted)
+        indices = [index for index in indices if step.running[index].group not in admitted]
+        limits = self._model_limits(model, indices, step, room)
+        lengths = model.lengths(limits, self.payoff, room.num_tokens, room.num_expected)
+        if model.is_on:
+            self._fill(model, step, admitted)
+        for sequence, length in lengths.items():
+            room.num_blocks -= self._blocks.extend(sequence, sequence.num_tokens + length)
+        drafts = model.draft(lengths) if lengths else {}
+        for index in indices:
+            sequence = step.running[index]
+            is_added = self._add(step, index, "draft_model", drafts.get(sequence, []), room)
+            if sequence in lengths and not is_added:
+                self._blocks.free_draft_blocks(sequence, sequence.num_tokens)
+
+    def _model_limits(
+        self, model: ModelDrafting, indices: list[int], step: StepBuilder, room: _Room
+    ) -> dict[Sequence, int]:
+        """Return the draft tokens of each of these sequences that fit the step together; of those with any."""
+        limits: dict[Sequence, int] = {}
+        num_blocks, budget = room.num_blocks, step.token_budget
+        for index in indices:
+            sequence = step.running[index]
+            limit = model.limit(sequence, min(budget, self._limit(sequence, step, num_blocks)))
+            if limit:
+                limits[sequence] = limit
+                budget -= limit
+                num_held = len(sequence.block_table)
+                num_blocks -= max(0, self._blocks.num_blocks_for(sequence.num_tokens + limit) - num_held)
+        return limits
+
+    def _fill(self, model: ModelDrafting, step: StepBuilder, admitted: set[SequenceGroup]) -> None:
+        """Let the draft model compute what the large one has computed of prompts."""
+        computed = {
+            sequence: sequence.num_computed_tokens
+            for sequence in step.running
+            if sequence.group.beams is None and sequence.group not in admitted
+        }
+        if behind := model.behind(computed):
+            model.model.fill(behind)
+
+    # --- how many tokens ----------------------------------------------------------------------------------------
+
+    def _candidates(self, step: StepBuilder, room: _Room) -> Iterable[int]:
         """Return the indices of the sequences that may get drafts: all, unless drafts pay for none of many."""
         running = step.running
         if self.payoff is None or len(running) < _MANY:
@@ -119,9 +209,9 @@ class Drafter:
             return ()
         best_rate = self.acceptance.best_rate
         for limit in (1, self.num_tokens):  # most often one token tells
-            if self.payoff.draft_tokens(best_rate, limit, num_tokens, num_expected)[0]:
+            if self.payoff.draft_tokens(best_rate, limit, room.num_tokens, room.num_expected)[0]:
                 return range(len(running))
-        if not self.payoff.may_try(num_tokens, len(running)):
+        if not self.payoff.may_try(room.num_tokens, len(running)):
             self._num_skipped = _SKIPPED_STEPS
             return ()
         return [index for index, sequence in enumerate(running) if self.acceptance.is_retried(sequence)]
@@ -133,28 +223,33 @@ class Drafter:
         num_slots = (len(sequence.block_table) + max(0, num_blocks)) * self._blocks.block_size - sequence.num_tokens
         return max(0, min(self.num_tokens, step.token_budget, step.chunk_limit - 1, before_end, num_slots))
 
-    def _paying(
-        self, sequence: Sequence, num_proposed: int, step: StepBuilder, num_tokens: int, num_expected: float
-    ) -> tuple[int, float]:
+    def _paying(self, sequence: Sequence, num_proposed: int, step: StepBuilder, room: _Room) -> tuple[int, float]:
         """Return how many of the proposed tokens pay, and how many of these may be right."""
         if self.payoff is None:
             return num_proposed, 0.0
         rate = self.acceptance.rate(sequence)
-        paying, num_right = self.payoff.draft_tokens(rate, num_proposed, num_tokens, num_expected)
-        if not paying and self.acceptance.is_retried(sequence) and self.payoff.may_try(num_tokens, len(step.running)):
+        paying, num_right = self.payoff.draft_tokens(rate, num_proposed, room.num_tokens, room.num_expected)
+        if paying or not self.acceptance.is_retried(sequence):
+            return paying, num_right
+        if self.payoff.may_try(room.num_tokens, len(step.running)):
             return 1, rate
         return paying, num_right
 
-    def _propose(self, sequence: Sequence, limit: int) -> tuple[str, list[int]]:
+    def _propose(self, sequence: Sequence, limit: int, step: StepBuilder) -> tuple[str, list[int]]:
         """Return the first draft that a proposer has, of up to ``limit`` tokens, and the proposer's name."""
-        if limit:
-            for name, proposer in self.proposers.items():
-                if draft := proposer.propose(sequence, limit):
-                    return name, draft
+        if not limit:
+            return "", []
+        seconds = step.output.drafting_seconds
+        for name, proposer in self.proposers.items():
+            started = perf_counter()
+            draft = proposer.propose(sequence, limit)
+            seconds[name] = seconds.get(name, 0.0) + perf_counter() - started
+            if draft:
+                return name, draft
         return "", []
 
     def record_step(self, output: SchedulerOutput, seconds: float) -> None:
-        """Take in how long a step took, for the choice of drafts that pay.
+        """Take in how long a step took without a draft model, for the choice of drafts that pay.
 
         The first step after one with drafts is not typical of those without: the sampler has another batch to prepare.
         """

@@ -11,7 +11,7 @@ from typing import Any
 
 from engine.models.config.files.json_file import read_json
 
-__all__ = ["tokenizer_eos_id"]
+__all__ = ["tokenizer_eos_id", "tokens_of"]
 
 
 def tokenizer_eos_id(path: str | Path) -> int | None:
@@ -25,14 +25,19 @@ def tokenizer_eos_id(path: str | Path) -> int | None:
     if eos is None:
         return None
     try:
-        ids = (token_id for text, token_id in _tokens(path, config) if text == eos)
+        ids = (token_id for text, token_id in tokens_of(path, config) if text == eos)
         return next((token_id for token_id in ids if type(token_id) is int and token_id >= 0), None)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):  # a tokenizer that does not load, either
         return None
 
 
-def _tokens(path: str | Path, config: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield texts and ids of tokens, from the quickest place to the slowest."""
+def tokens_of(path: str | Path, config: dict[str, Any] | None = None) -> Iterator[tuple[Any, Any]]:
+    """Yield texts and ids of a tokenizer's tokens, from the quickest place to the slowest; unchecked values.
+
+    Args:
+        config: of tokenizer_config.json, if it is already read.
+    """
+    config = _read(path, "tokenizer_config.json") if config is None else config
     added = config.get("added_tokens_decoder")
     for token_id, token in added.items() if isinstance(added, dict) else ():
         if token_id.isdecimal():

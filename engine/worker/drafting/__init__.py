@@ -1,0 +1,4 @@
+"""The draft model: its weights, its part of the KV cache, and the tokens that it samples.
+
+Knows tensors. Does not know which sequences get drafts, nor how many tokens are worth drafting.
+"""

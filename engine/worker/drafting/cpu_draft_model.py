@@ -1,0 +1,191 @@
+"""CpuDraftModel: samples drafts from a smaller model, with the parameters and the noise of each sequence.
+
+The noise of a token is a function of seed, position and token (sampling/noise.py), so both models add the same one to
+their logits. Where their distributions are alike, they choose the same token: both draw from their own distribution,
+and agree at least as often as any drafter that does not know the other one's can guarantee (Gumbel coupling: Daliri et
+al., 2024, arXiv 2408.07978). Without noise, at temperature 0, they agree where the most likely token is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.kv.kv_cache import KVCache
+from engine.sampling.sampler import Sampler
+from engine.scheduling.drafting.continuations import continuations_of
+from engine.scheduling.drafting.draft_model import ModelDrafts
+from engine.sequence import Sequence
+from engine.structured_outputs.bitmask import fill_bitmask
+from engine.worker.drafting.draft_decoder import DraftDecoder
+from engine.worker.drafting.prefix_marks import PrefixMarks
+from kernels.attention_metadata import AttentionMetadata, leading_decodes
+
+__all__ = ["CpuDraftModel"]
+
+
+class CpuDraftModel:
+    """A loaded draft model with its part of the KV cache.
+
+    Args:
+        decoder: the model, loaded.
+        cache: of both models, as ``DraftDecoder.joined_with`` declares it.
+        weight_bytes: of the large model.
+        max_pass_tokens: tokens of one forward pass, at most.
+    """
+
+    def __init__(self, decoder: DraftDecoder, cache: KVCache, *, weight_bytes: int, max_pass_tokens: int) -> None:
+        self._decoder = decoder
+        first = len(cache.layers) - 1 - len(decoder.shape.layer_caches)
+        self._cache = cache.part(first, len(cache.layers) - 1)
+        self._marks = PrefixMarks(cache.layers[-1][0])
+        self._sampler = Sampler(decoder.shape.vocab_size, torch.device("cpu"))
+        self._max_pass_tokens = max_pass_tokens
+        self.max_len = decoder.max_len
+        self.share = decoder.model.num_bytes / max(weight_bytes, 1)
+        self.free_tokens = decoder.free_tokens
+
+    def num_computed(self, sequence: Sequence) -> int:
+        """Return the leading tokens of a running sequence that it need not compute again."""
+        return self._marks.num_computed(sequence)
+
+    def fill(self, ends: Mapping[Sequence, int]) -> ModelDrafts:
+        """Compute the tokens of sequences that it lacks, up to these of each, as far as one pass computes them."""
+        drafts, chunks, num_left = ModelDrafts(), list[_Chunk](), self._max_pass_tokens
+        for sequence, end in ends.items():
+            first = self._marks.num_computed(sequence)  # those that a chunk before this one computes are marked
+            if end > first and num_left:
+                chunks.append(self._chunk(sequence, [], first, min(end, first + num_left)))
+                num_left -= chunks[-1].num_tokens
+        if chunks:
+            started = perf_counter()
+            self._compute(chunks, sampling=())
+            drafts.passes.append((sum(chunk.num_tokens for chunk in chunks), perf_counter() - started))
+        return drafts
+
+    def draft(self, lengths: Mapping[Sequence, int]) -> ModelDrafts:
+        """Compute the tokens that it lacks, and draft up to these numbers of tokens, for which there are blocks."""
+        drafts = ModelDrafts({sequence: [] for sequence in lengths})
+        growing = [_Growing(sequence, length, sequence) for sequence, length in lengths.items() if length > 0]
+        for sequence in lengths:
+            while sequence.num_tokens - self._marks.num_computed(sequence) > self._max_pass_tokens:
+                drafts.passes += self.fill({sequence: sequence.num_tokens}).passes
+        chunks = [
+            self._chunk(draft.sequence, [], self._marks.num_computed(draft.sequence), draft.sequence.num_tokens)
+            for draft in growing
+        ]
+        while growing:
+            started = perf_counter()
+            logits = self._compute(chunks, sampling=range(len(chunks)))
+            assert logits is not None
+            tokens = self._sample(logits, [draft.last for draft in growing])
+            growing = [draft for draft, token_id in zip(growing, tokens, strict=True) if draft.add(token_id)]
+            drafts.passes.append((sum(chunk.num_tokens for chunk in chunks), perf_counter() - started))
+            for draft in growing:
+                drafts.token_ids[draft.sequence] = draft.token_ids
+            growing = [draft for draft in growing if len(draft.token_ids) < draft.length]
+            chunks = [
+                self._chunk(draft.sequence, draft.token_ids, last := len(draft.last.token_ids) - 1, last + 1)
+                for draft in growing
+            ]
+        return drafts
+
+    def _sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[int | None]:
+        """Sample as the large model's tokens are sampled; None where no token can be."""
+        constrained = [index for index, sequence in enumerate(sequences) if sequence.grammar is not None]
+        grammars = [grammar for sequence in sequences if (grammar := sequence.grammar) is not None]
+        masks = (constrained, fill_bitmask(grammars)) if grammars else None
+        sampled = self._sampler.sample(logits, sequences, masks)
+        return [None if index in sampled.failed else token_id for index, token_id in enumerate(sampled.token_ids)]
+
+    def _chunk(self, sequence: Sequence, draft: list[int], first: int, end: int) -> _Chunk:
+        """Return the tokens from index ``first`` to ``end`` of a sequence and a draft after it, and mark them.
+
+        The marks of a batch are written before it is computed: as every layer writes its keys and values first, a later
+        chunk of the batch may read those of an earlier one.
+        """
+        table = np.array(sequence.block_table, dtype=np.int64)
+        positions = np.arange(first, end)
+        slots = table[positions // self._cache.block_size] * self._cache.block_size
+        slots += positions % self._cache.block_size
+        self._marks.write(sequence, first, draft, slots)
+        num_known = len(sequence.token_ids)
+        token_ids = sequence.token_ids[first:end] + draft[max(first - num_known, 0) : max(end - num_known, 0)]
+        return _Chunk(token_ids, positions, slots, table)
+
+    def _compute(self, chunks: list[_Chunk], sampling: Iterable[int]) -> torch.Tensor | None:
+        """Compute chunks; return the logits after those of the indices in ``sampling``, in their order."""
+        order = sorted(range(len(chunks)), key=lambda index: chunks[index].num_tokens > 1)  # decodes come first
+        packed = [chunks[index] for index in order]
+        ends = np.cumsum([chunk.num_tokens for chunk in packed])
+        last = np.empty(len(chunks), dtype=np.int64)
+        last[order] = ends - 1
+        return self._decoder.compute(
+            torch.tensor([token_id for chunk in packed for token_id in chunk.token_ids]),
+            torch.from_numpy(np.concatenate([chunk.positions for chunk in packed])),
+            self._metadata(packed, ends),
+            self._cache,
+            torch.from_numpy(last[list(sampling)]),
+        )
+
+    def _metadata(self, chunks: list[_Chunk], ends: npt.NDArray[np.int64]) -> AttentionMetadata:
+        lengths, seq_lens = [chunk.num_tokens for chunk in chunks], [chunk.seq_len for chunk in chunks]
+        width = -(-max(seq_lens) // self._cache.block_size)
+        tables = np.full((len(chunks), width), -1, dtype=np.int32)
+        for row, chunk in zip(tables, chunks, strict=True):
+            row[: len(chunk.table)] = chunk.table[:width]
+        return AttentionMetadata(
+            slot_mapping=torch.from_numpy(np.concatenate([chunk.slots for chunk in chunks])),
+            cu_seqlens_q=torch.from_numpy(np.concatenate(([0], ends)).astype(np.int32)),
+            seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+            block_tables=torch.from_numpy(tables),
+            num_decodes=leading_decodes(lengths),
+            max_query_len=max(lengths),
+            max_seq_len=max(seq_lens),
+        )
+
+
+@dataclass(slots=True)
+class _Growing:
+    """The draft of one sequence while it grows.
+
+    Attributes:
+        length: tokens that it is to have.
+        last: the sequence with the draft so far, from which the next token is sampled.
+    """
+
+    sequence: Sequence
+    length: int
+    last: Sequence
+    token_ids: list[int] = field(default_factory=list)
+
+    def add(self, token_id: int | None) -> bool:
+        """Append a token; False if the draft ends before it."""
+        if token_id is None or not (continued := continuations_of(self.last, [token_id])):
+            return False
+        self.token_ids.append(token_id)
+        (self.last,) = continued
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Some tokens of a sequence that a pass computes."""
+
+    token_ids: list[int]
+    positions: npt.NDArray[np.int64]
+    slots: npt.NDArray[np.int64]
+    table: npt.NDArray[np.int64]  # the sequence's blocks
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def seq_len(self) -> int:
+        return int(self.positions[-1]) + 1

@@ -1,0 +1,101 @@
+"""PrefixMarks: which tokens of a sequence the draft model has computed, read from the pages of the KV cache.
+
+The draft model's keys and values are in the same pages as those of the model whose tokens it drafts, but it computes
+them later, or not at all while drafts do not pay. A page is shared by prefix, copied, swapped out and sent to other
+replicas, so no list of sequences can say what it holds. Each token of a page has a mark instead: a hash of all tokens
+up to it, written with its keys and values, and copied with them. They are those of a sequence's token if the mark is
+the hash of the sequence up to there.
+
+The hash is polynomial: that of a longer text is computed from its new tokens alone. Two texts of one hash would give
+bad drafts, and no wrong answer: the large model verifies every draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as GenericSequence
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.sequence import Sequence
+
+__all__ = ["PrefixMarks"]
+
+_BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that its powers never become zero
+_LEAST_LENGTH = 256  # of the tables: they grow by doubling
+
+_Hashes = npt.NDArray[np.uint64]
+
+
+class PrefixMarks:
+    """The marks of one KV cache.
+
+    Args:
+        part: the cache that a PrefixMark declares, ``[num_pages, block_size, 8 bytes]``, on a CPU.
+    """
+
+    def __init__(self, part: torch.Tensor) -> None:
+        self._marks: _Hashes = part.view(torch.int64).numpy().view(np.uint64)[..., 0]  # [num_pages, block_size]
+        self._powers = _powers(_LEAST_LENGTH)
+        self._chains: WeakKeyDictionary[Sequence, _Chain] = WeakKeyDictionary()
+
+    def num_computed(self, sequence: Sequence) -> int:
+        """Return how many leading tokens of a sequence have keys and values of the draft model in its blocks."""
+        hashes = self._hashes(sequence)
+        pages = self._marks[sequence.block_table].reshape(-1)[: len(hashes)]
+        is_same = pages == hashes[: len(pages)]
+        return len(is_same) if is_same.all() else int(is_same.argmin())
+
+    def write(self, sequence: Sequence, first: int, draft: GenericSequence[int], slots: npt.NDArray[np.int64]) -> None:
+        """Mark tokens as computed.
+
+        Args:
+            first: index of the first of them in the sequence, or in the draft after it.
+            draft: tokens that follow the sequence.
+            slots: of the KV cache, one for each of the tokens.
+        """
+        hashes, end = self._hashes(sequence), first + len(slots)
+        if end > len(hashes):
+            hashes = np.concatenate((hashes, self._after(hashes, draft[: end - len(hashes)])))
+        self._marks.reshape(-1)[slots] = hashes[first:end]
+
+    def _hashes(self, sequence: Sequence) -> _Hashes:
+        """Return the hashes of a sequence up to each of its known tokens."""
+        chain, num_tokens = self._chains.get(sequence), len(sequence.token_ids)
+        if chain is None:
+            chain = self._chains[sequence] = _Chain()
+        if chain.length < num_tokens:
+            known = chain.hashes[: chain.length]
+            chain.append(self._after(known, sequence.token_ids[chain.length :]))
+        return chain.hashes[:num_tokens]
+
+    def _after(self, known: _Hashes, token_ids: GenericSequence[int]) -> _Hashes:
+        """Return the hashes of a text up to each of its next tokens, given those of the tokens before."""
+        first, end = len(known), len(known) + len(token_ids)
+        if end > len(self._powers):
+            self._powers = _powers(2 * end)
+        terms = (np.array(token_ids, dtype=np.uint64) + np.uint64(1)) * self._powers[first:end]
+        terms[:1] += known[-1:].sum(dtype=np.uint64)  # of an array, since a number would warn that it wraps around
+        return np.cumsum(terms, dtype=np.uint64)
+
+
+class _Chain:
+    """The hashes of one sequence so far."""
+
+    def __init__(self) -> None:
+        self.hashes: _Hashes = np.empty(_LEAST_LENGTH, dtype=np.uint64)
+        self.length = 0
+
+    def append(self, hashes: _Hashes) -> None:
+        end = self.length + len(hashes)
+        if end > len(self.hashes):
+            self.hashes = np.concatenate((self.hashes[: self.length], np.empty(end, dtype=np.uint64)))
+        self.hashes[self.length : end] = hashes
+        self.length = end
+
+
+def _powers(count: int) -> _Hashes:
+    """Return the first powers of the hash's base, modulo 2**64."""
+    return np.cumprod(np.full(count, _BASE, dtype=np.uint64), dtype=np.uint64)
