@@ -43,7 +43,10 @@ def build_app(args: dict[str, Any]) -> Application:
     if config.tracing.otlp_endpoint is not None:
         require_exporter()
     engines = _engine_deployment(config).bind(
-        config.engine_config, config.limits.max_concurrent_requests_per_engine, config.pooling_config
+        config.engine_config,
+        config.limits.max_concurrent_requests_per_engine,
+        config.pooling_config,
+        graceful_shutdown_s=config.limits.graceful_shutdown_s,
     )
     return _ingress_deployment(config).bind(engines, config, needs_key=bool(ApiKeys.from_environment()))
 

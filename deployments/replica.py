@@ -20,6 +20,7 @@ from deployments.observability.recorder import Recorder, Series
 from deployments.observability.stats_line import StatsLine
 from deployments.serve.autoscaling import replica_pressure
 from deployments.serve.cpu_priority import in_yielding_thread
+from deployments.serve.grace import Grace
 from deployments.transport.kv_events.publisher import KVEventPublisher
 from deployments.transport.pages.transfer import PageTransfer
 from deployments.transport.replica_metadata import BLOCK_SIZE, ENDPOINT
@@ -38,6 +39,10 @@ __all__ = ["EngineReplica"]
 
 logger = logging.getLogger("ray.serve")
 
+HANDED_OVER_QUIET_S = 2.0  # without a transfer, after which the streams that were handed over have what they need
+MAX_LENDING_S = 10.0  # that a replica without requests lends pages before it ends
+ENDING_S = 1.0  # for the rest of a shutdown
+
 
 class EngineReplica:
     """The user class of the engine deployment.
@@ -46,11 +51,20 @@ class EngineReplica:
         config: the engine's options.
         max_requests: unfinished requests that it takes; further ones wait in the ingresses.
         pooling: further options of an engine that computes embeddings or scores; None: it generates text.
+        graceful_shutdown_s: after which Serve kills a replica that shuts down.
     """
 
-    def __init__(self, config: EngineConfig, max_requests: int, pooling: PoolingConfig | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        max_requests: int,
+        pooling: PoolingConfig | None = None,
+        *,
+        graceful_shutdown_s: float = 600.0,
+    ) -> None:
         forward_logs(logger)  # first: the engine logs while it loads
         self._name: str = serve.get_replica_context().replica_id.unique_id
+        self._graceful_shutdown_s = graceful_shutdown_s
         self._recorder = Recorder(METRICS)
         # This node's address in the cluster: ingresses on other nodes connect to it.
         host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
@@ -115,14 +129,21 @@ class EngineReplica:
     async def __del__(self) -> None:
         """Shut down after the last request. Serve calls this, and limits its time, when it stops the replica.
 
-        Serve also calls it if the constructor has failed.
+        Shortly before the end, requests that have not ended are handed over to other replicas, which read their KV
+        from this one. Serve also calls it if the constructor has failed.
         """
         if hasattr(self, "_exporter"):
-            await self._channel.drain()
+            began = asyncio.get_running_loop().time()
+            grace = await asyncio.to_thread(Grace.of_this_replica, self._graceful_shutdown_s)
+            num_handed_over = await self._channel.drain(grace.hand_over_after_s)
+            if num_handed_over:
+                logger.info("%d unfinished requests are handed over to other replicas", num_handed_over)
+            if self._transfer is not None:
+                left_s = grace.seconds - (asyncio.get_running_loop().time() - began)
+                quiet_s = HANDED_OVER_QUIET_S if num_handed_over else 0.0
+                await asyncio.to_thread(self._transfer.drain, quiet_s, min(MAX_LENDING_S, left_s - ENDING_S))
             self._stats_line.stop()
             self._exporter.stop()
-            if self._transfer is not None:
-                await asyncio.to_thread(self._transfer.drain)
             await self._engine.shutdown()
             if self._transfer is not None:
                 await asyncio.to_thread(self._transfer.close)

@@ -118,6 +118,10 @@ class AsyncEngine:
         """Abort all requests of a reader."""
         self._inbox.put(lambda: self._abort_all(reader))
 
+    def end_all(self, new_error: Callable[[], Exception]) -> None:
+        """End all unfinished requests with an error of their own each; their blocks stay in the prefix cache."""
+        self._inbox.put(lambda: self._end_all(new_error))
+
     def call_in_step_thread(self, callback: Callable[[], None]) -> None:
         """Call a function in the step thread, before the next step. It must be quick, and raise nothing."""
         self._inbox.put(callback)
@@ -236,6 +240,11 @@ class AsyncEngine:
         if request_id in self._readers:
             self._engine.abort(request_id)
             self._readers.end(request_id)
+
+    def _end_all(self, new_error: Callable[[], Exception]) -> None:
+        for request_id in self._readers.request_ids():
+            self._engine.abort(request_id)
+            self._readers.fail(request_id, new_error())
 
     def _abort_all(self, reader: OutputReader) -> None:
         """Abort the requests of a reader."""

@@ -253,7 +253,8 @@ class PromptBuilder:
         self._validator.check_prompt(token_ids, param)
         request = EngineRequest("", token_ids, cache_salt=body.cache_salt or "", prediction_token_ids=list(predicted))
         self._validator.check_cache_key(request)
-        return Prompt(request, hash_blocks(token_ids, self.info.block_size, request.cache_root(self.info.model)))
+        root, block_size = request.cache_root(self.info.model), self.info.block_size
+        return Prompt(request, hash_blocks(token_ids, block_size, root), root=root, block_size=block_size)
 
 
 def _as_system(message: dict[str, Any]) -> dict[str, Any]:

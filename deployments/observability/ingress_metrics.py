@@ -32,6 +32,7 @@ __all__ = [
     "KV_INDEX_LAG",
     "REPLICAS",
     "REPLICAS_MIN",
+    "REQUEST_HANDOVERS",
     "REQUEST_MIGRATIONS",
     "ROUTING_BEST_HIT_TOKENS",
     "ROUTING_DECISIONS",
@@ -100,6 +101,9 @@ KV_INDEX_DROPPED = Metric(
     known=(("malformed",), ("oversized",)),
 )
 REQUEST_MIGRATIONS = Metric("request_migrations", "counter", "Requests moved to another replica after theirs was lost.")
+REQUEST_HANDOVERS = Metric(
+    "request_handovers", "counter", "Requests that a replica handed over to another one before it ended."
+)
 CHANNEL_RECONNECTIONS = Metric(
     "channel_reconnections", "counter", "Connections to live engine replicas that broke and were made again."
 )

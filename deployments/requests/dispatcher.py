@@ -100,17 +100,24 @@ class Dispatcher:
                 timer.cancel()
 
     def send(
-        self, request: EngineRequest, block_hashes: Sequence[int], *, avoid: Collection[str], deadline: float
+        self,
+        request: EngineRequest,
+        block_hashes: Sequence[int],
+        *,
+        avoid: Collection[str],
+        deadline: float,
+        handed_over_by: str = "",
     ) -> Dispatch:
         """Send a request, now or when a replica takes it. The caller passes the dispatch to ``end``, in any case.
 
         Args:
             request: the prompt, and the output tokens that other replicas have generated.
-            block_hashes: of the prompt's full blocks.
+            block_hashes: of the full blocks of the prompt and of those output tokens.
             avoid: replicas that have just failed this request.
             deadline: when the request times out, on the event loop's clock.
+            handed_over_by: the replica that has just ended this request, and still holds its KV.
         """
-        dispatch = Dispatch(request, block_hashes, avoid, deadline)
+        dispatch = Dispatch(request, block_hashes, avoid, deadline, handed_over_by)
         if _is_background(dispatch):
             dispatch.deadline = inf  # until it is sent
             self._held[dispatch] = None
@@ -147,8 +154,9 @@ class Dispatcher:
         assert self._links is not None, "start() was not called"
         is_background = _is_background(dispatch)
         started = perf_counter()
-        takes = self._takes_background if is_background else self._takes
-        if not self._links.names or (decision := self._view.choose(dispatch, self._links.names, takes)) is None:
+        takes, links = self._takes_background if is_background else self._takes, self._links
+        decision = self._view.choose(dispatch, links.names, takes, is_lost=links.is_lost) if links.names else None
+        if decision is None:
             return False
         ingress_recorder().increment(ROUTING_DECISIONS, outcome=decision.outcome)
         ingress_recorder().observe(ROUTING_DECISION_SECONDS, perf_counter() - started)

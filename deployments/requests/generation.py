@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from deployments.requests.dispatcher import Dispatcher
 from deployments.requests.prompt import Prompt
 from deployments.requests.retries import Retries
+from deployments.requests.stream_blocks import StreamBlocks
 from deployments.transport.request_channel.dispatch import Dispatch
 from engine.outputs import EngineOutput, FinishReason, TokenLogprobs
 from engine.request import EngineRequest
@@ -71,6 +72,7 @@ class Generation:
         self._prompt_only = prompt_only
         self._keeps_logprobs = keeps_logprobs
         self._retries = Retries(request.request_id, max_migrations)
+        self._blocks = StreamBlocks(prompt)
         self.attempts: list[Dispatch] = []
         self.index = index
         self.prompt = prompt
@@ -140,7 +142,11 @@ class Generation:
         """Send the prompt, and the tokens received so far, to a replica."""
         self.replica = ""
         dispatch = self._dispatcher.send(
-            self._remaining_request(), self.prompt.block_hashes, avoid=list(self._retries.avoid), deadline=deadline
+            self._remaining_request(),
+            self._blocks.hashes(self.token_ids),
+            avoid=list(self._retries.avoid),
+            deadline=deadline,
+            handed_over_by=self._retries.handed_over_by,
         )
         self.attempts.append(dispatch)
         return dispatch

@@ -17,12 +17,16 @@ class Prompt:
         request: its token ids and whatever separates its cached blocks; the answer's id and parameters follow.
         block_hashes: the chained hashes of its full blocks.
         shown_special_tokens: ids of special tokens that the answer's text shows, since its parser needs them.
+        root: from which the hashes are derived, of the model and of what separates the request's cached blocks.
+        block_size: tokens per block; 0: blocks are not hashed.
         echo_text: the text that a completion with ``echo`` returns before the answer; empty otherwise.
     """
 
     request: EngineRequest
     block_hashes: list[int]
     echo_text: str = ""
+    root: int = 0
+    block_size: int = 0
     shown_special_tokens: frozenset[int] = frozenset()
 
     @property

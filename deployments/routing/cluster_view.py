@@ -37,6 +37,10 @@ __all__ = ["ClusterView", "cluster_view"]
 _DEFAULTS = RoutingOptions()
 
 
+def _none_is_lost(replica: str) -> bool:
+    return False
+
+
 class ClusterView:
     """The replicas of one deployment.
 
@@ -58,7 +62,8 @@ class ClusterView:
         self._recently_routed = RecentlyRouted()
         self._subscriber: KVEventSubscriber | None = None
         self._listed: dict[str, Mapping[str, Any]] = {}  # metadata of the replicas that take requests
-        self._observed: dict[str, Mapping[str, Any]] = {}  # of those, and of draining ones that still run our requests
+        self._observed: dict[str, Mapping[str, Any]] = {}  # of those, and of draining ones that we still need
+        self._handing_over: set[str] = set()  # draining ones that have ended our requests and serve their KV
         self._watcher: Callable[[Mapping[str, Mapping[str, Any]]], None] = lambda metadata: None
 
     # --- the replicas -------------------------------------------------------------------------------------------------
@@ -72,7 +77,8 @@ class ClusterView:
         """Replace the set of replicas that take requests: name -> the metadata that the replica reported.
 
         A replica that is no longer listed but still runs requests of this process stays observed until they end, so
-        that a hang is noticed while it drains. The others are forgotten.
+        that a hang is noticed while it drains. One that has handed them over stays while it reports its load, because
+        it serves their KV as long as it can. The others are forgotten.
         """
         with self._lock:
             self._listed = dict(metadata)
@@ -94,7 +100,7 @@ class ClusterView:
         draining = {
             name: described
             for name, described in self._observed.items()
-            if name not in self._listed and self._table.by_name[name].load.has_dispatches
+            if name not in self._listed and self._is_needed(name)
         }
         self._observed = self._listed | draining
         self.routing.set_replicas(self._observed)
@@ -105,10 +111,27 @@ class ClusterView:
         if self._subscriber is not None:
             self._subscriber.set_endpoints(endpoints)
 
+    def _is_needed(self, draining: str) -> bool:
+        """Whether a replica that takes no more requests still runs ours, or serves the KV of those it handed over."""
+        replica = self._table.by_name[draining]
+        return replica.load.has_dispatches or (draining in self._handing_over and self._clock() <= replica.fresh_until)
+
+    def _forget_ended(self) -> None:
+        """Forget the replicas that have handed over their requests and report no more."""
+        ended = {name for name in self._handing_over if name not in self._observed or not self._is_needed(name)}
+        if ended:
+            self._handing_over -= ended
+            self._update_observed()
+
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def choose(
-        self, dispatch: Dispatch, candidates: Sequence[str], takes: Callable[[str], bool] | None = None
+        self,
+        dispatch: Dispatch,
+        candidates: Sequence[str],
+        takes: Callable[[str], bool] | None = None,
+        *,
+        is_lost: Callable[[str], bool] = _none_is_lost,
     ) -> Decision | None:
         """Choose a replica for a request, and count the cache hits that are predicted for it.
 
@@ -117,16 +140,17 @@ class ClusterView:
             candidates: names of replicas, at least one. A tuple that stays the same is not looked up each time.
             takes: whether a replica takes requests now; None: all do. The best candidate is asked, and only if it does
                 not, all others: there may be a thousand.
+            is_lost: whether a replica has ended, so that nothing can be fetched from it.
 
         Returns:
             The choice; None if no candidate takes requests.
         """
         block_size = self.routing.block_size
-        decision = self._choose(dispatch, candidates)
+        decision = self._choose(dispatch, candidates, is_lost)
         if takes is not None and not takes(decision.replica):
             if not (candidates := [name for name in candidates if takes(name)]):
                 return None
-            decision = self._choose(dispatch, candidates)
+            decision = self._choose(dispatch, candidates, is_lost)
         for metric, num_blocks in (
             (ROUTING_PREDICTED_HIT_TOKENS, decision.num_cached_blocks),
             (ROUTING_BEST_HIT_TOKENS, decision.max_cached_blocks),
@@ -138,18 +162,23 @@ class ClusterView:
             self._recorder.increment(ROUTING_PREDICTED_FETCH_TOKENS, fetch.num_fetched * block_size, source=kind)
         return decision
 
-    def _choose(self, dispatch: Dispatch, candidates: Sequence[str]) -> Decision:
+    def _choose(self, dispatch: Dispatch, candidates: Sequence[str], is_lost: Callable[[str], bool]) -> Decision:
         with self._lock:
             if not self._table.rows.knows(candidates):  # one may be unlisted already
                 self.routing.add_unknown(candidates)
+            if self._handing_over:
+                self._forget_ended()
             now = self._clock()
             self._table.sample(now)
-            prompt = PromptBlocks(dispatch.request.num_tokens, dispatch.block_hashes, self.routing.block_size)
-            num_cached_blocks, max_tokens = self.routing.num_cached_blocks(prompt), dispatch.request.params.max_tokens
+            request = dispatch.request
+            prompt = PromptBlocks(request.num_tokens, dispatch.block_hashes, self.routing.block_size)
+            num_cached_blocks = self.routing.num_cached_blocks(prompt)
             sources = self._sources.find(
-                prompt, num_cached_blocks, avoid=dispatch.avoid, request_id=dispatch.request.request_id, now=now
+                prompt, num_cached_blocks, request, dispatch.avoid, is_lost, dispatch.handed_over_by, now
             )
-            decision = self._policy.choose(candidates, prompt, num_cached_blocks, dispatch.avoid, max_tokens, sources)
+            decision = self._policy.choose(
+                candidates, prompt, num_cached_blocks, dispatch.avoid, request.params.max_tokens, sources
+            )
             if sources is not None and sources.guesses and decision.fetch is not None:
                 self._table.rates.guessed(now)
             return decision
@@ -184,6 +213,8 @@ class ClusterView:
     def ended(self, dispatch: Dispatch) -> None:
         """Remove a dispatch from the load of its replica: it has ended, for any reason, or was returned."""
         with self._lock:
+            if dispatch.is_handed_over:
+                self._handing_over.add(dispatch.replica)
             if dispatch.replica in self._table.by_name:
                 self._table.ended(dispatch)
             if dispatch.num_tokens:

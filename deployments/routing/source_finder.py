@@ -1,15 +1,18 @@
 """SourceFinder: from where the replicas can fetch the beginning of a prompt: their disks, and peers that serve pages.
 
 Only what a peer's events have reported is counted: a block that is assumed to be there may still have to be computed.
-A replica that drains serves pages until it ends. One that has just failed the request, or whose reports have expired,
-is no source. Peers' disks are not read.
+A replica that drains serves pages until it ends. One that has ended or just failed the request, or whose reports have
+expired, is no source. Peers' disks are not read.
+
+A stream that moves to another replica has lost its batch there, so what can be fetched for it is fetched even if no
+rate of a peer is known. A replica that has handed it over holds all of it, whether its events have arrived or not.
 
 It takes no lock: the caller holds that of RoutingState.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import islice
 from typing import Any
 
@@ -20,6 +23,7 @@ from deployments.routing.fetches import Sources
 from deployments.routing.held_blocks import HeldBlocks
 from deployments.routing.state import RoutingState
 from deployments.transport.pages.address import PageAddress
+from engine.request import EngineRequest
 
 __all__ = ["SourceFinder"]
 
@@ -48,25 +52,33 @@ class SourceFinder:
         self,
         prompt: PromptBlocks,
         num_cached_blocks: HeldBlocks | Mapping[str, int],
-        *,
+        request: EngineRequest,
         avoid: Collection[str],
-        request_id: str,
+        is_lost: Callable[[str], bool],
+        handed_over_by: str,
         now: float,
     ) -> Sources | None:
         """Return the sources of a prompt; None if there are none.
 
         Args:
-            prompt: the prompt.
+            prompt: the prompt, and what was generated after it.
             num_cached_blocks: how many leading blocks of it each replica need not compute; absent means none.
+            request: its request.
             avoid: replicas that have just failed the request.
-            request_id: chooses the requests that may find out how fast peers are.
+            is_lost: whether a replica has ended.
+            handed_over_by: the replica that has ended the request so that another one continues it; empty: none.
             now: monotonic seconds.
         """
         disk, rates = self._routing.disk, self._routing.table.rates
         has_states = bool(self._routing.states)
         # After which blocks on a disk a model with states could resume, its events do not say.
         on_disk = disk.num_held_blocks(prompt.hashes, num_cached_blocks) if disk and not has_states else {}
-        holders = self._holders(prompt, num_cached_blocks, avoid, is_whole=has_states) if self._addresses else []
+        holders = (
+            self._holders(prompt, num_cached_blocks, avoid, is_lost, is_whole=has_states) if self._addresses else []
+        )
+        if handed_over_by and (address := self._addresses.get(handed_over_by)) is not None:
+            holders = [holder for holder in holders if holder.name != handed_over_by]
+            holders.insert(0, Holder(handed_over_by, address.endpoint, address.secret, len(prompt.hashes)))
         if not holders and not on_disk:
             return None
         return Sources(
@@ -75,7 +87,8 @@ class SourceFinder:
             takers=self._addresses,
             on_disk=on_disk,
             are_divisible=not has_states,
-            guesses=rates.may_guess(now) and _is_one_in(_GUESS_EVERY, request_id),
+            guesses=bool(handed_over_by or request.output_token_ids)
+            or (rates.may_guess(now) and _is_one_in(_GUESS_EVERY, request.request_id)),
         )
 
     def _holders(
@@ -83,6 +96,7 @@ class SourceFinder:
         prompt: PromptBlocks,
         num_cached_blocks: HeldBlocks | Mapping[str, int],
         avoid: Collection[str],
+        is_lost: Callable[[str], bool],
         *,
         is_whole: bool,
     ) -> list[Holder]:
@@ -94,7 +108,7 @@ class SourceFinder:
         replicas, holders = self._routing.table.by_name, list[Holder]()
         for name, held in islice(_deepest_first(num_cached_blocks), _MAX_TRIED + len(avoid)):
             address = self._addresses.get(name)
-            if address is None or name in avoid or replicas[name].ranks_last:
+            if address is None or name in avoid or is_lost(name) or replicas[name].ranks_last:
                 continue
             confirmed = self._routing.index.num_confirmed_blocks(name, prompt.hashes, held)
             if confirmed and (confirmed == held or not is_whole):

@@ -40,6 +40,7 @@ from engine.observability.metrics import (
     REQUESTS_RUNNING,
     REQUESTS_SWAPPED,
     REQUESTS_WAITING,
+    RESUMED_TOKENS,
     STATE_SLOTS,
     STEP_SECONDS,
     STEP_TOKENS,
@@ -110,9 +111,18 @@ class EngineMetrics(EngineObserver):
             self._sink.increment(CACHE_QUERIES, first.num_prompt_tokens)
             if first.num_cached_tokens:
                 self._sink.increment(CACHE_HITS, first.num_cached_tokens)
+            if group.request.output_token_ids:
+                self._count_resumed(first)
         for group in output.preempted:
             kind = "swap" if group.status is SequenceStatus.SWAPPED else "recompute"
             self._sink.increment(PREEMPTIONS, kind=kind)
+
+    def _count_resumed(self, sequence: Sequence) -> None:
+        """Count what a request that another engine had begun found here. Its last token was never computed."""
+        num_restored = sequence.num_computed_tokens
+        for kv, number in (("restored", num_restored), ("recomputed", sequence.num_tokens - 1 - num_restored)):
+            if number > 0:
+                self._sink.increment(RESUMED_TOKENS, number, kv=kv)
 
     def step_finished(self, output: SchedulerOutput, updated: Iterable[Sequence], times: StepTimes) -> None:
         now = monotonic()

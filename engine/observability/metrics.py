@@ -198,6 +198,13 @@ TIER_HITS = Metric(
     ("tier",),
     known=(("host",), ("disk",), ("peer",)),
 )
+RESUMED_TOKENS = Metric(
+    "resumed_tokens",
+    "counter",
+    "Tokens of requests that another engine had begun: those whose KV was restored, and those computed again.",
+    ("kv",),
+    known=(("restored",), ("recomputed",)),
+)
 TIER_FETCH_SECONDS = Metric(
     "kv_tier_fetch_seconds",
     "histogram",

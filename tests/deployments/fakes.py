@@ -111,11 +111,18 @@ class FakeEngines:
         """There is nothing to close."""
 
     def send(
-        self, request: EngineRequest, block_hashes: Sequence[int], *, avoid: Collection[str], deadline: float
+        self,
+        request: EngineRequest,
+        block_hashes: Sequence[int],
+        *,
+        avoid: Collection[str],
+        deadline: float,
+        handed_over_by: str = "",
     ) -> FakeDispatch:
-        self.calls.append((request, {"block_hashes": block_hashes, "avoid": avoid}))
+        call: dict[str, Any] = {"block_hashes": list(block_hashes), "avoid": avoid}
+        self.calls.append((request, call | ({"handed_over_by": handed_over_by} if handed_over_by else {})))
         script = list(self.answer(request))
-        self.dispatches.append(FakeDispatch(request, block_hashes, avoid, deadline, script=script))
+        self.dispatches.append(FakeDispatch(request, block_hashes, avoid, deadline, handed_over_by, script=script))
         return self.dispatches[-1]
 
     def answer(self, request: EngineRequest) -> Script:

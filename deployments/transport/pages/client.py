@@ -26,7 +26,7 @@ __all__ = ["PageClient"]
 
 logger = logging.getLogger("ray.serve")
 
-MAX_FETCHES: Final = 8  # at a time; a further prompt is computed
+MAX_FETCHES: Final = 32  # at a time; a further prompt is computed
 FLOOR_S: Final = 2.0  # least deadline: the source may be in a long step
 TIMEOUT_FACTOR: Final = 4.0  # times longer than expected that the bytes may take
 UNMEASURED_BYTES_PER_S: Final = 1e8

@@ -45,6 +45,7 @@ HELLO_S: Final = 5.0  # for the Hello and its answer
 IDLE_S: Final = 300.0  # without a Pull
 MAX_PULL_S: Final = 60.0  # that a client may ask to be waited for
 STALL_S: Final = 5.0  # in which a client takes the pages of one message
+MAX_WAIT_S: Final = 2.0  # of a Pull while others are answered: a burst of streams may move from one replica
 PULL_BYTES: Final = 4096  # of a Pull beside its token ids
 
 
@@ -133,7 +134,7 @@ class Conversation:
 
     def _answer(self, pull: Pull, deadline: float) -> None:
         chain = self._lender.chain(pull.tokens, pull.cache_key)
-        if not self._terms.pulls.acquire(blocking=False):
+        if not self._terms.pulls.acquire(timeout=max(0.0, min(MAX_WAIT_S, (deadline - monotonic()) / 2))):
             self._wire.send(End(BUSY), deadline)
             return
         try:

@@ -31,7 +31,7 @@ __all__ = ["PageServer"]
 logger = logging.getLogger("ray.serve")
 
 MAX_CONNECTIONS: Final = 64
-MAX_PULLS: Final = 4  # that are answered at a time; others are told that the server is busy
+MAX_PULLS: Final = 4  # that are answered at a time; others wait, and are told that the server is busy
 BACKLOG: Final = 64
 ACCEPT_PAUSE_S: Final = 0.1
 CLOSE_TIMEOUT_S: Final = 5.0
@@ -88,10 +88,20 @@ class PageServer:
         with self._lock:
             return len(self._conversations)
 
-    def drain(self) -> None:
-        """Wait a short time for the transfers that run. The engine must still lend."""
-        deadline = monotonic() + DRAIN_S
-        while self.is_sending and monotonic() < deadline:
+    def drain(self, quiet_s: float = 0.0, within_s: float = DRAIN_S) -> None:
+        """Wait for the transfers that run, and for those that begin soon. The engine must still lend.
+
+        Args:
+            quiet_s: return when nothing was sent for so long.
+            within_s: return after so long in any case.
+        """
+        sent_at = monotonic()
+        deadline = sent_at + within_s
+        while (now := monotonic()) < deadline:
+            if self.is_sending:
+                sent_at = now
+            elif now - sent_at >= quiet_s:
+                return
             self._closing.wait(DRAIN_POLL_S)
 
     @property

@@ -59,9 +59,9 @@ class PageTransfer:
         """Wait until pages can be sent and received."""
         self._thread.join()
 
-    def drain(self) -> None:
-        """Wait a short time for what other replicas are reading. The engine must still run."""
-        self._server.drain()
+    def drain(self, quiet_s: float, within_s: float) -> None:
+        """Wait for what other replicas read: see ``PageServer.drain``. The engine must still run."""
+        self._server.drain(quiet_s, within_s)
 
     def close(self) -> None:
         """End every transfer. The engine must have been shut down, so that it starts no further one."""

@@ -35,8 +35,10 @@ class Dispatch:
 
     Attributes:
         request: the prompt, and the output tokens that other replicas have generated.
-        block_hashes: of the prompt's full blocks.
+        block_hashes: of the full blocks of the prompt and of those output tokens.
         avoid: replicas that have just failed this request.
+        handed_over_by: the replica that has just ended the request so that another one continues it, and that still
+            holds all KV of it; empty if there is none.
         deadline: when the request times out.
         replica: the name of the replica; empty while the request waits for one.
         stream: the number of the request's stream in the link to its replica.
@@ -52,12 +54,14 @@ class Dispatch:
         num_cached_tokens: prompt tokens found in the replica's prefix cache.
         timing: what the engine measured.
         error: the type of the error that ended the attempt.
+        is_handed_over: its replica has ended it so that another one continues it.
     """
 
     request: EngineRequest
     block_hashes: Sequence[int] = ()
     avoid: Collection[str] = ()
     deadline: float = inf
+    handed_over_by: str = ""
 
     replica: str = ""
     stream: int = 0
@@ -77,6 +81,7 @@ class Dispatch:
     num_cached_tokens: int = 0
     timing: RequestTiming | None = None
     error: str = ""
+    is_handed_over: bool = False
 
     _outputs: list[EngineOutput] = field(init=False, default_factory=list)
     _token_ids: list[int] = field(init=False, default_factory=list)  # after ``_outputs``

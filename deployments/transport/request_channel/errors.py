@@ -1,7 +1,8 @@
 """Errors of requests on the wire, with the fields of RequestError.
 
 ``ReplicaFullError`` and ``ReplicaDrainingError`` are not failures of the request: another replica may take it, and
-nothing was computed. ``StreamPausedError`` is raised in the ingress only.
+nothing was computed. Nor is ``HandedOverError``: another replica continues the request. ``StreamPausedError`` is raised
+in the ingress only.
 """
 
 from __future__ import annotations
@@ -9,7 +10,14 @@ from __future__ import annotations
 from deployments.transport.request_channel.messages import Failure
 from engine.errors import EngineDeadError, OverloadedError, PagodaError, PromptTooLongError, RequestError
 
-__all__ = ["ReplicaDrainingError", "ReplicaFullError", "StreamPausedError", "error_of", "failure_of"]
+__all__ = [
+    "HandedOverError",
+    "ReplicaDrainingError",
+    "ReplicaFullError",
+    "StreamPausedError",
+    "error_of",
+    "failure_of",
+]
 
 
 class ReplicaFullError(PagodaError):
@@ -20,6 +28,12 @@ class ReplicaDrainingError(PagodaError):
     """A replica that shuts down takes no more requests."""
 
 
+class HandedOverError(PagodaError):
+    """A replica that shuts down has ended an unfinished request; it serves the request's KV until it ends."""
+
+    replica = ""
+
+
 class StreamPausedError(PagodaError):
     """The reader of a stream lags, so its request was aborted; it may continue once all outputs were taken."""
 
@@ -28,7 +42,7 @@ _REQUEST_ERRORS: dict[str, type[RequestError]] = {
     kind.__name__: kind for kind in (RequestError, PromptTooLongError, OverloadedError)
 }
 _OTHERS: dict[str, type[Exception]] = {
-    kind.__name__: kind for kind in (ReplicaFullError, ReplicaDrainingError, EngineDeadError)
+    kind.__name__: kind for kind in (ReplicaFullError, ReplicaDrainingError, HandedOverError, EngineDeadError)
 }
 
 
@@ -54,6 +68,6 @@ def error_of(failure: Failure, replica: str) -> Exception:
             error.replica = replica
         return error
     other = _OTHERS.get(failure.kind, RuntimeError)(failure.message)
-    if isinstance(other, EngineDeadError):
+    if isinstance(other, EngineDeadError | HandedOverError):
         other.replica = replica
     return other

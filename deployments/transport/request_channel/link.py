@@ -16,6 +16,7 @@ from deployments.transport.request_channel.address import ReplicaAddress
 from deployments.transport.request_channel.codec import encode, encode_request
 from deployments.transport.request_channel.dispatch import Dispatch
 from deployments.transport.request_channel.errors import (
+    HandedOverError,
     ReplicaDrainingError,
     ReplicaFullError,
     StreamPausedError,
@@ -59,6 +60,7 @@ class Link:
         self.address = address
         self._on_change = on_change
         self._on_returned = on_returned
+        self._is_draining = False
         self._last_stream = 0
         self._streams: dict[int, Dispatch] = {}  # unfinished
         self._connection = ReplicaConnection(
@@ -78,7 +80,12 @@ class Link:
     @property
     def takes_requests(self) -> bool:
         """Whether ``submit`` may be called."""
-        return self._connection.takes_requests
+        return self._connection.takes_requests and not self._is_draining
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the replica was lost and has not answered since."""
+        return self._connection.is_lost
 
     def submit(self, dispatch: Dispatch) -> None:
         """Send a dispatch's request; its outputs go to the dispatch.
@@ -142,6 +149,8 @@ class Link:
         ingress_recorder().increment(STREAM_PAUSES)
 
     def _fail(self, dispatch: Dispatch, error: Exception) -> None:
+        dispatch.is_handed_over = isinstance(error, HandedOverError)
+        self._is_draining |= dispatch.is_handed_over or isinstance(error, ReplicaDrainingError)
         if isinstance(error, ReplicaFullError | ReplicaDrainingError):
             self._on_returned(dispatch, error)
         else:

@@ -74,6 +74,11 @@ class Links:
         """The names of the replicas that take requests."""
         return [name for name, link in self._listed.items() if link.takes_requests]
 
+    def is_lost(self, replica: str) -> bool:
+        """Whether a listed replica does not listen any more: Serve has not noticed yet."""
+        link = self._listed.get(replica)
+        return link is not None and link.is_lost
+
     def cancel(self, dispatch: Dispatch) -> None:
         """Forget a dispatch; if it is unfinished, its replica aborts the request."""
         for link in (self._listed.get(dispatch.replica), *self._retired):

@@ -63,7 +63,7 @@ class Submit(_Message, tag=2):
             under its number and stream.
         prompt: token ids.
         output: token ids that another replica has generated.
-        hashes: of the prompt's full blocks.
+        hashes: of the full blocks of the prompt and the output.
         texts: parameters with unpaired surrogates, which a string of msgpack cannot hold.
     """
 

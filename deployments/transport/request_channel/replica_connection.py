@@ -49,6 +49,7 @@ class ReplicaConnection:
 
     Attributes:
         is_ready: the replica has answered and was not lost since.
+        is_lost: the replica was lost and has not answered since.
 
     Raises:
         ConfigError: the address has an invalid endpoint.
@@ -69,6 +70,7 @@ class ReplicaConnection:
         self._on_outputs = on_outputs
         self._on_lost = on_lost
         self._probe: asyncio.Task[None] | None = None
+        self.is_lost = False
         for endpoint in (address.requests, address.outputs):  # before a socket is opened
             check_endpoint(endpoint)
         self._open()
@@ -184,7 +186,7 @@ class ReplicaConnection:
                 self._send(data)
         if self._arrivals.has_lost_tail(status.sent):
             self._ask_for_lost_outputs()
-        self.is_ready = True
+        self.is_ready, self.is_lost = True, False
         self._on_ready()
 
     def _ask_for_lost_outputs(self) -> None:
@@ -225,7 +227,7 @@ class ReplicaConnection:
         """Close the connection; ``tick`` starts another."""
         if self._requests.is_closed:
             return
-        was_ready, self.is_ready = self.is_ready, False
+        was_ready, self.is_ready, self.is_lost = self.is_ready, False, True
         self._close_sockets()
         self._on_lost(reason, was_ready)
 

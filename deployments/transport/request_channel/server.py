@@ -4,7 +4,8 @@
     step thread   AsyncEngine -> Connection.publish -> outputs socket
 
 An ingress that is silent counts as lost: its requests are aborted. A draining server refuses new requests, which their
-ingress sends elsewhere, and waits for the others.
+ingress sends to other replicas, and waits for the others. Those that take too long it hands over: they end, and their
+ingress lets another replica continue them while this one still serves their KV.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 
 import zmq
 
@@ -24,7 +26,7 @@ from deployments.transport.hashes import unpack_hashes
 from deployments.transport.request_channel.address import ReplicaAddress
 from deployments.transport.request_channel.codec import ChannelMessageError, decode_from_ingress, encode, request_of
 from deployments.transport.request_channel.connection import Connection, RequestCount
-from deployments.transport.request_channel.errors import ReplicaDrainingError, ReplicaFullError
+from deployments.transport.request_channel.errors import HandedOverError, ReplicaDrainingError, ReplicaFullError
 from deployments.transport.request_channel.messages import Abort, FromIngress, Hello, Status, Submit
 from deployments.transport.request_channel.numbering import Arrivals
 from deployments.transport.request_channel.sockets import Socket, SocketReader, bind_router
@@ -105,14 +107,26 @@ class ChannelServer:
         """Number of unfinished requests."""
         return self._count.num_unfinished + sum(len(ingress.compiling) for ingress in self._ingresses.values())
 
-    async def drain(self) -> None:
-        """Refuse new requests; returns when all others have ended and their outputs have arrived."""
+    async def drain(self, hand_over_after_s: float = inf) -> int:
+        """Refuse new requests; return when all others have ended and their outputs have arrived.
+
+        Args:
+            hand_over_after_s: seconds after which those that are unfinished are handed over.
+
+        Returns:
+            Unfinished requests that were handed over.
+        """
         self._is_draining = True
+        num_handed_over, hand_over_at = 0, self._loop.time() + hand_over_after_s
         while self.num_requests:
+            if self._loop.time() >= hand_over_at:
+                num_handed_over = max(num_handed_over, self.num_requests)
+                self._engine.end_all(lambda: HandedOverError("the replica shuts down before the request has ended"))
             await asyncio.sleep(DRAIN_POLL_S)
         deadline = self._loop.time() + FLUSH_TIMEOUT_S
         while self._loop.time() < deadline and not all(map(_has_everything, self._ingresses.values())):
             await asyncio.sleep(DRAIN_POLL_S)
+        return num_handed_over
 
     def close(self) -> None:
         """Close the sockets. The engine must have been shut down."""

@@ -292,7 +292,7 @@ async def test_a_request_that_fails_while_it_is_sent_leaves_nothing(
 ) -> None:
     await front.add("a")
 
-    def broken(*_: Any) -> None:
+    def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(front.view, "choose", broken)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ from deployments.errors import ReplicasLostError, as_api_error
 from deployments.requests.generation import Delta, Generation
 from deployments.requests.prompt import Prompt
 from deployments.transport.request_channel.dispatch import Dispatch
-from deployments.transport.request_channel.errors import StreamPausedError
+from deployments.transport.request_channel.errors import HandedOverError, StreamPausedError
 from engine.errors import EngineDeadError, OverloadedError, RequestError
+from engine.kv.prefix_hash import hash_blocks
 from engine.options.structured_outputs import StructuredOutputsParams
 from engine.outputs import EngineOutput
 from engine.request import EngineRequest
@@ -202,6 +204,35 @@ async def test_a_stream_that_ends_without_a_reason_is_a_loss() -> None:
     assert engines.calls[1][0].output_token_ids == [5]
 
 
+async def test_an_answer_that_moves_takes_the_hashes_of_its_own_blocks_along() -> None:
+    request = EngineRequest("id", [1, 2, 3], SamplingParams(max_tokens=6))
+    prompt = Prompt(request, [], root=9, block_size=2)
+    prompt = replace(prompt, block_hashes=hash_blocks([1, 2, 3], 2, 9))
+    scripts: list[Script] = [[output([5]), output([6, 7]), EngineDeadError("gone")], [output([8], "length")]]
+    engines, text = FakeEngines(scripts), FakeText()
+    await _all(Generation(engines, request, prompt, text))  # type: ignore[arg-type]
+    assert [call[1]["block_hashes"] for call in engines.calls] == [
+        hash_blocks([1, 2, 3], 2, 9),
+        hash_blocks([1, 2, 3, 5, 6, 7], 2, 9),
+    ]
+    assert prompt.block_hashes == hash_blocks([1, 2, 3], 2, 9)
+
+
+async def test_an_answer_that_is_handed_over_continues_with_its_replica_as_a_source() -> None:
+    handed_over = HandedOverError("shuts down")
+    handed_over.replica = "r1"
+    scripts: list[Script] = [
+        [output([5]), handed_over],
+        [output([6], replica="r2"), EngineDeadError("gone")],
+        [output([7], "length")],
+    ]
+    generation, engines = _generation(scripts)
+    assert [delta.text for delta in await _all(generation)] == ["<5>", "<6>", "<7>"]
+    assert [call[1].get("handed_over_by") for call in engines.calls] == [None, "r1", None]
+    assert [call[1]["avoid"] for call in engines.calls] == [[], [], ["r2"]]
+    assert generation.num_migrations == 1  # no replica was lost when the first one handed it over
+
+
 async def test_a_paused_answer_continues_wherever_it_is_sent_and_loses_no_replica() -> None:
     """Its client has read what there was."""
     paused: list[Script] = [[output([5 + number], logprobs=[-1.0]), StreamPausedError("slow")] for number in range(9)]
@@ -218,9 +249,9 @@ async def test_a_paused_answer_continues_wherever_it_is_sent_and_loses_no_replic
 class _Pausing(FakeEngines):
     """Each request's outputs have arrived in a Dispatch when it is paused."""
 
-    def send(self, request: EngineRequest, block_hashes: Any, *, avoid: Any, deadline: float) -> Any:
-        dispatch = Dispatch(request, block_hashes, avoid, deadline)
-        for item in super().send(request, block_hashes, avoid=avoid, deadline=deadline).script:
+    def send(self, request: EngineRequest, block_hashes: Any, **how: Any) -> Any:
+        dispatch = Dispatch(request, block_hashes)
+        for item in super().send(request, block_hashes, **how).script:
             assert isinstance(item, EngineOutput)
             dispatch.put(item)
         dispatch.fail(StreamPausedError("slow"))

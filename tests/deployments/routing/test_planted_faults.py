@@ -39,8 +39,8 @@ def test_blocks_that_are_only_assumed_are_pulled() -> None:
 def test_a_replica_that_has_failed_stays_a_source() -> None:
     holders = SourceFinder._holders
 
-    def of_all(finder: SourceFinder, prompt: Any, cached: Any, avoid: Any, **options: Any) -> Any:
-        return holders(finder, prompt, cached, (), **options)
+    def of_all(finder: SourceFinder, prompt: Any, cached: Any, avoid: Any, is_lost: Any, **options: Any) -> Any:
+        return holders(finder, prompt, cached, (), is_lost, **options)
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(SourceFinder, "_holders", of_all)

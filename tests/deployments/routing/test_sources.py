@@ -143,6 +143,37 @@ def test_a_replica_that_has_failed_or_gone_silent_or_serves_no_pages_is_no_sourc
     assert not is_source(unconfirmed)
 
 
+def test_a_stream_that_moves_pulls_its_blocks_although_no_rate_is_known() -> None:
+    view = paged_view(rate=0.0)
+    view.routing.stored("a", PROMPT)
+    queue(view, "a", 3_000)
+    dispatch = dispatch_of(PROMPT, TOKENS)
+    dispatch.request = replace(dispatch.request, output_token_ids=[1, 2], prompt_token_ids=[1] * (TOKENS - 2))
+    for _ in range(3):  # of several streams of a lost replica
+        assert source(view.choose(dispatch, list("bc"))) == "a"
+    assert source(view.choose(dispatch, list("bc"), is_lost="a".__eq__)) is None  # Serve has not noticed its end yet
+
+
+def test_a_replica_that_hands_a_stream_over_is_its_source_until_it_ends() -> None:
+    """It holds the blocks of the answer although its events may still be on the way."""
+    view = paged_view(rate=0.0)
+    dispatch = dispatch_of(PROMPT, TOKENS, "a")
+    view.sent(dispatch, choose(view))
+    dispatch.is_handed_over = True
+    view.set_replicas(metadata("bc"))
+    view.ended(dispatch)
+    again = dispatch_of(PROMPT, TOKENS)
+    again.handed_over_by = "a"
+    decision = view.choose(again, list("bc"))
+    assert (source(decision), decision.num_held_blocks) == ("a", len(PROMPT))
+    assert view.kv_source(decision) == KVSource(endpoint("a"), "secret of a", len(PROMPT) * BLOCK_SIZE)
+    view.now = 9.0  # it reports no more
+    for name in "bc":
+        view.routing.report(name, IDLE, now=9.0)
+    assert view.choose(again, list("bc")).fetch is None
+    assert "a" not in view.table.by_name
+
+
 def test_a_draining_replica_is_a_source_but_gets_no_request() -> None:
     view = paged_view()
     view.routing.stored("a", PROMPT)

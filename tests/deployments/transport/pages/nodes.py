@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.kv.events import BlockRemoved, BlockStored, KVEventBatch
+from engine.observability.load import EngineLoad
 from engine.observability.metrics import METRICS
 from engine.request import EngineRequest, KVSource
 from engine.sampling_params import SamplingParams
@@ -53,14 +54,20 @@ class Node:
         fixed |= {"max_decode_slowdown": None, "block_size": BLOCK_SIZE, "num_blocks": 200, "swap_space_gib": 0.01}
         self.recorder = Recorder(METRICS)
         self.events: list[KVEventBatch] = []
+        self.on_events: Callable[[KVEventBatch], None] = lambda batch: None
+        self.on_load: Callable[[EngineLoad], None] = lambda load: None
         config = EngineConfig.from_options(path, fixed | options)
-        self.inner = Engine.from_config(config, sink=self.recorder, on_kv_events=self.events.append)
-        self.engine = AsyncEngine(self.inner)
+        self.inner = Engine.from_config(config, sink=self.recorder, on_kv_events=self._publish)
+        self.engine = AsyncEngine(self.inner, on_load=lambda load: self.on_load(load))
         assert self.inner.tiers is not None
         self.tiers = self.inner.tiers
         self.transfer = PageTransfer(self.engine, self.tiers, HOST, self.recorder)
         self.transfer.wait_until_open()
         self._num_requests = 0
+
+    def _publish(self, batch: KVEventBatch) -> None:
+        self.events.append(batch)
+        self.on_events(batch)
 
     def source(self, num_tokens: int) -> KVSource:
         return KVSource(self.transfer.address.endpoint, self.transfer.address.secret, num_tokens)

@@ -133,7 +133,7 @@ async def test_a_source_that_shuts_down_ends_what_it_has_begun(qwen3: str) -> No
         post, source.tiers.inbox.post = source.tiers.inbox.post, held.append  # type: ignore[method-assign, assignment]
         waiting = asyncio.create_task(target.answer(PROMPT, GREEDY, source.source(88)))
         await until_in_loop(lambda: bool(held), "the source is asked")
-        draining = asyncio.create_task(asyncio.to_thread(source.transfer.drain))
+        draining = asyncio.create_task(asyncio.to_thread(source.transfer.drain, 0.0, HANG_S))
         await asyncio.sleep(0.01)
         source.tiers.inbox.post = post  # type: ignore[method-assign]
         for call in held:

@@ -187,6 +187,7 @@ def test_a_source_whose_engine_is_slow_is_late(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_busy_source_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversation_module, "MAX_WAIT_S", 0.0)
     lender = Lender(pages := random_pages(10))
     lender.held_back = []
     with pair(lender) as both:

@@ -10,12 +10,12 @@ import pytest
 
 from deployments.transport.request_channel import link as link_module
 from deployments.transport.request_channel.codec import decode_from_ingress
-from deployments.transport.request_channel.errors import ReplicaDrainingError, ReplicaFullError
+from deployments.transport.request_channel.errors import HandedOverError, ReplicaDrainingError, ReplicaFullError
 from deployments.transport.request_channel.messages import Abort, Hello, Submit
 from engine.errors import EngineDeadError, PromptTooLongError, RequestError
 from engine.options.structured_outputs import StructuredOutputsParams
 from engine.request import EngineRequest
-from tests.deployments.transport.request_channel.peers import Peers, Replica, outputs_of, tokens_of
+from tests.deployments.transport.request_channel.peers import Peers, Replica, in_lockstep, outputs_of, tokens_of
 from tests.engine.async_streams import Gate
 from tests.waiting import until_in_loop
 
@@ -223,6 +223,33 @@ async def test_grammars_are_compiled_while_other_requests_run(peers: Peers) -> N
         with pytest.raises(RequestError):  # the shadow engine has no tokenizer
             await tokens_of(stream)
     await until_in_loop(lambda: replica.is_idle)
+
+
+async def _read_all(stream: Dispatch, tokens: list[int]) -> None:
+    """Read until the stream fails."""
+    while True:
+        await stream.wait()
+        if (output := stream.take()) is not None:
+            tokens += output.token_ids
+
+
+async def test_a_draining_replica_hands_over_what_does_not_end_in_time(peers: Peers) -> None:
+    replica, ingress = await peers.pair()
+    in_lockstep(replica)
+    running = [ingress.submit([number], 200) for number in range(3)]
+    for stream in running:
+        await stream.wait()
+    assert await replica.server.drain(hand_over_after_s=0.0) == 3
+    for number, stream in enumerate(running):
+        tokens: list[int] = []
+        with pytest.raises(HandedOverError) as handed_over:
+            await _read_all(stream, tokens)
+        assert handed_over.value.replica == "r1"
+        assert 0 < len(tokens) < 200
+        assert tokens == replica.answer([number], 200)[: len(tokens)]
+        assert stream.is_handed_over
+    assert ingress.links.ready == []  # although Serve still lists it
+    assert replica.is_idle
 
 
 async def test_a_draining_replica_finishes_a_request_whose_grammar_compiles(

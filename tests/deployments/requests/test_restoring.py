@@ -1,0 +1,79 @@
+"""Streams whose replica dies or shuts down: they continue with the KV that is left, and the tokens are the same."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from deployments.transport.pages import client as client_module
+from engine.kv.tiers import fetching
+from engine.sampling_params import SamplingParams
+from tests.deployments.requests.cluster import Stream, cluster
+from tests.deployments.transport.pages.nodes import prompt_of, save
+from tests.waiting import HANG_S
+
+LONG = SamplingParams(temperature=1.0, seed=3, max_tokens=300, ignore_eos=True)
+OPTIONS = {"num_blocks": 600, "swap_space_gib": 0.05}
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let requests wait for pages however busy the machine is."""
+    monkeypatch.setattr(fetching, "LEAST_WAIT_S", HANG_S)
+    monkeypatch.setattr(fetching, "DEFAULT_WAIT_S", HANG_S)
+    monkeypatch.setattr(client_module, "FLOOR_S", HANG_S)
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save("qwen3", tmp_path_factory.mktemp("qwen3"))
+
+
+async def test_a_lost_stream_continues_from_the_kv_that_another_replica_holds(qwen3: str, tmp_path: Path) -> None:
+    prompt = prompt_of(200)
+    async with cluster(qwen3, "abc", **OPTIONS) as running:
+        first = Stream(running.generation(prompt, LONG))
+        expected = await first.task
+        holder = running.serving(first.generation)
+        for replica in running.replicas.values():
+            replica.hold_after(60)
+        again = Stream(running.generation(prompt, LONG))
+        await again.until(40)
+        served_by = running.serving(again.generation)
+        others = [replica for replica in running.replicas.values() if replica is not served_by]
+        if served_by is holder:  # what it holds dies with it
+            others[0].go_on()
+            await others[0].answer(prompt, LONG)
+        for replica in others:
+            replica.go_on()
+        await served_by.kill()
+        assert await again.task == expected
+        assert again.generation.num_migrations == 1
+        assert sum(replica.resumed("restored") for replica in others) >= 200
+        assert sum(replica.resumed("recomputed") for replica in others) < 8
+
+
+async def test_a_replica_that_shuts_down_hands_its_streams_over_with_their_kv(qwen3: str) -> None:
+    prompts = [prompt_of(150, seed) for seed in range(4)]
+    async with cluster(qwen3, "ab", **OPTIONS) as running:
+        a, b = running.replicas["a"], running.replicas["b"]
+        expected = [await b.answer(prompt, LONG) for prompt in prompts]
+        b.engine.call_in_step_thread(b.inner.reset_prefix_cache)
+        running.list_replicas("a")
+        a.hold_after(100)
+        streams = [Stream(running.generation(prompt, LONG)) for prompt in prompts]
+        for stream in streams:
+            await stream.until(30)
+        running.list_replicas("b")
+        draining = asyncio.create_task(a.server.drain(hand_over_after_s=0.0))
+        await asyncio.sleep(0)
+        a.go_on()
+        assert await draining == 4
+        await asyncio.to_thread(a.transfer.drain, 0.5, HANG_S)
+        assert [await stream.task for stream in streams] == expected
+        assert [stream.generation.num_migrations for stream in streams] == [0] * 4
+        assert b.resumed("restored") > 4 * 170
+        assert b.resumed("recomputed") < 4 * 4
+        assert b.num_fetched == b.resumed("restored")
