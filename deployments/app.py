@@ -25,6 +25,7 @@ from deployments.serve.router import PrefixRouter
 __all__ = ["build_app"]
 
 CONSTRUCTOR_RETRIES = 2  # a model that does not fit at once will not fit later
+SHUTDOWN_WAIT_S = 0.1  # for calls through Serve of an engine, before that is told to shut down
 METRICS_INTERVAL_S, LOOK_BACK_S = 1.0, 5.0  # between two samples of an engine's pressure; averaging window
 MAX_PER_NODE = 100  # Serve accepts no larger max_replicas_per_node
 ROUNDING = 1e-6
@@ -60,6 +61,7 @@ def _engine_deployment(config: AppConfig) -> serve.Deployment:
         max_ongoing_requests=limits.max_concurrent_requests_per_engine,
         max_constructor_retry_count=CONSTRUCTOR_RETRIES,
         graceful_shutdown_timeout_s=limits.graceful_shutdown_s,
+        graceful_shutdown_wait_loop_s=SHUTDOWN_WAIT_S,
         health_check_period_s=limits.health_check_period_s,
         health_check_timeout_s=limits.health_check_timeout_s,
         ray_actor_options={
@@ -69,7 +71,7 @@ def _engine_deployment(config: AppConfig) -> serve.Deployment:
         logging_config=_logging(config),
         request_router_config=RequestRouterConfig(
             request_router_class=PrefixRouter,  # type: ignore[arg-type]
-            request_router_kwargs=router.model_dump(),
+            request_router_kwargs=router.model_dump(include={"first_token_weight"}),
         ),
     )
     return declare(EngineReplica)

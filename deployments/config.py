@@ -115,9 +115,10 @@ class LimitOptions(_Options):
 
 
 class RouterOptions(_Options):
-    """How PrefixRouter weighs first tokens against the rest of answers; see deployments/routing/cost.py."""
+    """How requests are routed (deployments/routing/cost.py), and how much of their KV is copied to a neighbour."""
 
     first_token_weight: float = Field(default=_ROUTING.first_token_weight, ge=1.0, allow_inf_nan=False)
+    kv_replication: int | None = Field(default=None, ge=16)  # tokens of an answer between two copies; None: no copies
 
 
 class AutoscalingOptions(_Options):
@@ -226,6 +227,8 @@ class AppConfig(_Options):
             config.pooling_config.check_engine(engine)
         if (config.task != "embed") and config.pooling != PoolingOptions():
             raise ConfigError(f"args.pooling is for task: embed, and args.task={config.task!r}; leave it out")
+        if (number := config.router.kv_replication) is not None and engine.kv_transfer is False:
+            raise ConfigError(f"args.router.kv_replication={number} needs several engines, with kv_transfer; remove it")
         if config.replicas.gpus_per_engine is not None:
             require_valid_gpus_per_engine(config.replicas.gpus_per_engine, engine)
         return config

@@ -29,6 +29,7 @@ from deployments.web.live_view import EngineSnapshot
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig, EngineInfo
 from engine.engine import Engine
+from engine.kv.tiers.copies import CopyOrder
 from engine.kv.tiers.tiers import Tiers
 from engine.observability.logs import forward_logs
 from engine.observability.metrics import METRICS
@@ -72,10 +73,14 @@ class EngineReplica:
         self._tiers: Tiers | None = None
         self._engine = in_yielding_thread(config, partial(self._start_engine, config, pooling))
         # Serve calls the constructor on the event loop that runs this replica's code.
-        self._channel = ChannelServer(
-            self._engine, host, max_requests=max_requests, on_hashes=self._publisher.publish_awaited
-        )
         self._transfer = self._start_transfer(config, host)
+        self._channel = ChannelServer(
+            self._engine,
+            host,
+            max_requests=max_requests,
+            on_hashes=self._publisher.publish_awaited,
+            on_copy=self._copy,
+        )
         self._exporter = RayExporter(self._recorder, label="replica")
         self._exporter.start()
         self._stats_line = StatsLine(self._recorder)
@@ -98,6 +103,11 @@ class EngineReplica:
         if self._tiers is None or config.kv_transfer is False:
             return None
         return PageTransfer(self._engine, self._tiers, host, self._recorder)
+
+    def _copy(self, order: CopyOrder) -> None:
+        """Read the KV of a text from another replica."""
+        if self._transfer is not None:
+            self._transfer.copy(order)
 
     async def info(self) -> EngineInfo:
         """Return the engine's description: block size, context length, vocabulary and the like."""
@@ -135,6 +145,7 @@ class EngineReplica:
         if hasattr(self, "_exporter"):
             began = asyncio.get_running_loop().time()
             grace = await asyncio.to_thread(Grace.of_this_replica, self._graceful_shutdown_s)
+            logger.info("the engine shuts down within %.1f s", grace.seconds)
             num_handed_over = await self._channel.drain(grace.hand_over_after_s)
             if num_handed_over:
                 logger.info("%d unfinished requests are handed over to other replicas", num_handed_over)

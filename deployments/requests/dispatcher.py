@@ -29,12 +29,14 @@ from deployments.observability.ingress_metrics import (
     ingress_recorder,
 )
 from deployments.requests.background_gate import BACKGROUND_PRIORITY, BackgroundGate
+from deployments.requests.replication import Replication
 from deployments.requests.stall_watch import StallWatch
 from deployments.routing.cluster_view import ClusterView
 from deployments.transport.request_channel.dispatch import Dispatch
 from deployments.transport.request_channel.errors import StreamPausedError
 from deployments.transport.request_channel.links import Links
 from engine.errors import RequestError
+from engine.kv.tiers.copies import CopyOrder
 from engine.request import EngineRequest
 
 __all__ = ["Dispatcher"]
@@ -56,6 +58,7 @@ class Dispatcher:
         request_timeout_s: seconds that a request may take from its arrival to its last token; one of a batch, from
             when it is sent.
         max_background: requests of batches at one replica, at most.
+        kv_replication: after so many tokens of an answer a neighbour copies its KV; None: never.
     """
 
     def __init__(
@@ -67,11 +70,13 @@ class Dispatcher:
         stall_timeout_s: float,
         request_timeout_s: float,
         max_background: int = 64,
+        kv_replication: int | None = None,
     ) -> None:
         self.request_timeout_s = request_timeout_s
         self._view = view
         self._wake = wake
         self._max_requests = max_requests
+        self.replication = Replication(view, kv_replication, self._send_copy)
         self._watch = StallWatch(view, stall_timeout_s=stall_timeout_s)
         self._waiting: dict[Dispatch, None] = {}  # the first to send first
         self._full_until: dict[str, float] = {}  # replica -> time of the event loop
@@ -127,6 +132,15 @@ class Dispatcher:
             self._wake_replicas()
         self._watch.add(dispatch)
         return dispatch
+
+    def copy(self, dispatch: Dispatch, hashes: Sequence[int], output: Sequence[int]) -> float:
+        """Let a neighbour copy the KV of an unfinished answer: see ``Replication.copy``."""
+        assert self._links is not None
+        return self.replication.copy(dispatch, hashes, output, self._links.ready)
+
+    def _send_copy(self, replica: str, order: CopyOrder) -> None:
+        assert self._links is not None
+        self._links[replica].copy(order)
 
     def end(self, dispatch: Dispatch) -> None:
         """End a dispatch; if it is unfinished, its replica aborts the request. Ending twice is harmless."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from math import inf
 
 from msgspec.structs import replace
 
@@ -73,6 +74,7 @@ class Generation:
         self._keeps_logprobs = keeps_logprobs
         self._retries = Retries(request.request_id, max_migrations)
         self._blocks = StreamBlocks(prompt)
+        self._copy_at = inf  # length of the answer at which a neighbour is to copy its KV
         self.attempts: list[Dispatch] = []
         self.index = index
         self.prompt = prompt
@@ -126,7 +128,11 @@ class Generation:
                     output = await dispatch.next()
                     if output is None:
                         self.replica = self.replica or dispatch.replica
-                    yield None if output is None else self._receive(output)
+                    delta = None if output is None else self._receive(output)
+                    if len(self.token_ids) >= self._copy_at and not self._has_ended:
+                        hashes = self._blocks.hashes(self.token_ids)
+                        self._copy_at = self._dispatcher.copy(dispatch, hashes, self.token_ids)
+                    yield delta
             except Exception as error:
                 self._retries.prepare(dispatch, error)
             finally:
@@ -149,6 +155,7 @@ class Generation:
             handed_over_by=self._retries.handed_over_by,
         )
         self.attempts.append(dispatch)
+        self._copy_at = self._dispatcher.replication.first_at(dispatch)
         return dispatch
 
     def _remaining_request(self) -> EngineRequest:

@@ -8,7 +8,7 @@ nor HTTP. Every method may be called from any thread.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -25,7 +25,7 @@ from deployments.routing.cost import PromptBlocks
 from deployments.routing.options import RoutingOptions
 from deployments.routing.policy import Decision, RoutingPolicy
 from deployments.routing.recently_routed import RecentlyRouted, RoutedRequest
-from deployments.routing.source_finder import SourceFinder
+from deployments.routing.source_finder import CopyTarget, SourceFinder
 from deployments.routing.state import RoutingState
 from deployments.transport.kv_events.subscriber import KVEventSubscriber
 from deployments.transport.replica_metadata import BLOCK_SIZE, ENDPOINT
@@ -188,6 +188,18 @@ class ClusterView:
         if decision.fetch is None or (holder := decision.fetch.holder) is None:
             return None
         return KVSource(holder.endpoint, holder.secret, decision.fetch.num_blocks * self.routing.block_size)
+
+    def copy_target(self, dispatch: Dispatch, hashes: Sequence[int], candidates: Collection[str]) -> CopyTarget | None:
+        """Return which other replica is to copy the KV of an unfinished answer, if any can.
+
+        Args:
+            dispatch: the answer, at the replica that has computed it.
+            hashes: of the full blocks of its prompt and its tokens so far.
+            candidates: replicas that can be asked.
+        """
+        with self._lock:
+            num_cached_blocks = self._index.num_cached_blocks(hashes)
+            return self._sources.copy_target(dispatch, hashes, num_cached_blocks, candidates, self.routing.block_size)
 
     def sent(self, dispatch: Dispatch, decision: Decision) -> None:
         """Add a dispatch, which has just been sent to its replica, to the load there.

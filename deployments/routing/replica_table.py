@@ -31,11 +31,12 @@ _SPEEDS_INTERVAL_S = 0.1  # between two updates of the mean speeds
 class Replica(ReplicaCost):
     """One replica: its load, its cost and whether its reports are up to date."""
 
-    __slots__ = ("decoding", "fresh_until", "has_events", "is_fresh", "load", "name", "pending", "ranks_last")
+    __slots__ = ("decoding", "fresh_until", "has_events", "is_fresh", "load", "name", "pending", "ranks_last", "seed")
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
+        self.seed = xxhash.xxh64_intdigest(name.encode())  # for rendezvous hashing
         self.load = ReplicaLoad()
         self.pending = self.decoding = 0  # answers, as its cost counts them
         self.has_events = False  # KV events confirm what it holds; without them the index is a guess
@@ -73,7 +74,7 @@ class ReplicaTable:
             slot: its number among the replicas: small, and no other one's.
         """
         replica = self.by_name[name] = Replica(name)
-        self.rows.add(name, slot, seed=xxhash.xxh64_intdigest(name.encode()))
+        self.rows.add(name, slot, replica.seed)
         self._update_cost(replica)
         self._fresh_until = -inf
 

@@ -12,9 +12,9 @@ It takes no lock: the caller holds that of RoutingState.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -23,13 +23,23 @@ from deployments.routing.fetches import Sources
 from deployments.routing.held_blocks import HeldBlocks
 from deployments.routing.state import RoutingState
 from deployments.transport.pages.address import PageAddress
-from engine.request import EngineRequest
+from deployments.transport.request_channel.dispatch import Dispatch
+from engine.request import EngineRequest, KVSource
 
-__all__ = ["SourceFinder"]
+__all__ = ["CopyTarget", "SourceFinder"]
 
 _MAX_HOLDERS = 3  # that are compared
 _MAX_TRIED = 8
+_SIMILAR_BLOCKS = 8  # of a text that replicas hold: about as many are copied at a time
 _GUESS_EVERY = 16  # requests, so that not all ingresses guess at once
+
+
+class CopyTarget(NamedTuple):
+    """A replica that is to copy the KV of an answer from the one that computes it."""
+
+    replica: str
+    num_held_tokens: int  # of the prompt and the answer, from the first one, that it has reported to hold
+    source: KVSource  # the one that computes the answer
 
 
 class SourceFinder:
@@ -90,6 +100,35 @@ class SourceFinder:
             guesses=bool(handed_over_by or request.output_token_ids)
             or (rates.may_guess(now) and _is_one_in(_GUESS_EVERY, request.request_id)),
         )
+
+    def copy_target(
+        self,
+        dispatch: Dispatch,
+        hashes: Sequence[int],
+        num_cached_blocks: Mapping[str, int],
+        candidates: Collection[str],
+        block_size: int,
+    ) -> CopyTarget | None:
+        """Return which other replica is to copy the KV of a running answer: see ``ClusterView.copy_target``.
+
+        It is the one that holds the most of it. Replicas that lack hardly more are as good: the answer's id chooses one
+        of them, so that not all answers to one shared prompt are copied to the same replica.
+        """
+        replicas = self._routing.table.by_name
+        if (address := self._addresses.get(dispatch.replica)) is None:
+            return None
+        held = {
+            name: self._routing.index.num_confirmed_blocks(name, hashes, num_cached_blocks.get(name, 0))
+            for name in candidates
+            if name != dispatch.replica and name in self._addresses and not replicas[name].ranks_last
+        }
+        if not held:
+            return None
+        least = max(held.values()) - _SIMILAR_BLOCKS
+        answer = xxhash.xxh64_intdigest(dispatch.request.request_id.encode(errors="replace"))
+        name = max((name for name in held if held[name] >= least), key=lambda name: answer ^ replicas[name].seed)
+        num_tokens = len(hashes) * block_size
+        return CopyTarget(name, held[name] * block_size, KVSource(address.endpoint, address.secret, num_tokens))
 
     def _holders(
         self,

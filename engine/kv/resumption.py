@@ -10,7 +10,7 @@ from collections.abc import Collection
 from engine.kv.attachments.state_slots import StateSlots
 from engine.kv.attachments.window_pages import WindowPages
 from engine.kv.block_pool import BlockPool
-from engine.kv.prefix_cache import PrefixCache, PrefixMatch
+from engine.kv.prefix_cache import HashedTokens, PrefixCache, PrefixMatch
 from engine.sequence import Sequence
 
 __all__ = ["leave_snapshot", "plan_snapshots", "resumable"]
@@ -18,7 +18,7 @@ __all__ = ["leave_snapshot", "plan_snapshots", "resumable"]
 
 def resumable(
     match: PrefixMatch,
-    sequence: Sequence,
+    text: HashedTokens,
     block_size: int,
     windows: Collection[WindowPages],
     states: StateSlots | None,
@@ -29,7 +29,7 @@ def resumable(
     the store of each. Blocks of the device after them are computed again, but need no memory of their own, unless
     windows would lack their pages.
     """
-    last_position, num_blocks, before = sequence.num_tokens - 1, match.num_blocks, -1
+    last_position, num_blocks, before = text.num_tokens - 1, match.num_blocks, -1
     if states is not None:
         num_blocks = min(num_blocks, last_position // block_size)  # the last token must still be computed
     while num_blocks != before:

@@ -198,6 +198,14 @@ TIER_HITS = Metric(
     ("tier",),
     known=(("host",), ("disk",), ("peer",)),
 )
+KV_COPIED_TOKENS = Metric(
+    "kv_copied_tokens",
+    "counter",
+    "Tokens whose KV was read from another replica before a request needed it, because that one may be lost, ends, or "
+    "because this one is new.",
+    ("reason",),
+    known=(("replication",), ("drain",), ("warm_up",)),
+)
 RESUMED_TOKENS = Metric(
     "resumed_tokens",
     "counter",

@@ -12,7 +12,8 @@ from typing import Any
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 
-from deployments.routing.cluster_view import cluster_view
+from deployments.requests.replication import Replication
+from deployments.routing.cluster_view import ClusterView, cluster_view
 from deployments.transport.request_channel.dispatch import Dispatch
 from engine.config import EngineInfo
 from engine.errors import EngineDeadError
@@ -22,6 +23,7 @@ from engine.request import EngineRequest
 
 Script = list[EngineOutput | BaseException | None]  # None: nothing has come
 
+NO_REPLICATION = Replication(ClusterView(), None, lambda replica, order: None)
 INFO = EngineInfo(
     model="/some/where/model",
     block_size=4,
@@ -96,6 +98,7 @@ class FakeEngines:
     is_down: bool = False
     request_timeout_s: float = 60.0
     engine_info: EngineInfo | None = None  # None: INFO
+    replication: Replication = NO_REPLICATION
 
     def options(self, **options: Any) -> FakeEngines:
         return self

@@ -50,6 +50,8 @@ def _write(tmp_path: Path, document: Any) -> Path:
         ({"model": "m", "engine": {"skip_tokenizer_init": True}}, "skip_tokenizer_init"),
         ({"model": "m", "engine": {"speculative_config": {"method": "eagle", "num_speculative_tokens": 4}}}, "'eagle'"),
         ({"model": "m", "router": {"first_token_weight": 0.5}}, "args.router.first_token_weight=0.5"),
+        ({"model": "m", "router": {"kv_replication": 8}}, "args.router.kv_replication=8"),
+        ({"model": "m", "router": {"kv_replication": 64}}, "kv_replication=64 needs several engines, with kv_transfer"),
         ({"model": "m", "autoscaling": {"max_replicas": 2, "min_replicas": 2}}, "num_engine_replicas=1 must lie"),
     ],
 )

@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from deployments.transport.pages.address import PageAddress
 from deployments.transport.pages.client import PageClient
 from deployments.transport.pages.server import PageServer
 from engine.async_engine import AsyncEngine
 from engine.config import EngineInfo
+from engine.kv.tiers.copies import CopyOrder
 from engine.kv.tiers.departures import Lease
 from engine.kv.tiers.digests import TokenChain
 from engine.kv.tiers.page_format import FORMAT_VERSION, PageFormat
@@ -59,6 +61,11 @@ class PageTransfer:
         """Wait until pages can be sent and received."""
         self._thread.join()
 
+    def copy(self, order: CopyOrder) -> None:
+        """Read the KV of a text from another replica when there is time and room. Any thread may call it."""
+        if len(order.token_ids) <= self._info.max_model_len:
+            self._tiers.inbox.post(lambda: self._tiers.copies.add(order))
+
     def drain(self, quiet_s: float, within_s: float) -> None:
         """Wait for what other replicas read: see ``PageServer.drain``. The engine must still run."""
         self._server.drain(quiet_s, within_s)
@@ -79,7 +86,12 @@ class PageTransfer:
         description = described(page_format, self._info)
         client = self.client = PageClient(description, _bytes_per_token(page_format))
         self._server.open(description)
-        self._tiers.inbox.post(lambda: self._tiers.fetching.sources.append(client))
+        self._tiers.inbox.post(partial(self._add_source, client))
+
+    def _add_source(self, client: PageClient) -> None:
+        """Let the engine read from other replicas. The engine's thread calls this."""
+        self._tiers.fetching.sources.append(client)
+        self._tiers.copies.peers = client
 
 
 class EngineLender:
@@ -114,6 +126,7 @@ class EngineLender:
 
         def lease() -> None:
             departures = self._tiers.departures
+            self._tiers.publish_running()  # a part of an answer may be wanted while it is generated
             if departures.lease(chain, first_block, num_blocks, on_ready, timeout_s=timeout_s) is None:
                 on_ready(None)
 

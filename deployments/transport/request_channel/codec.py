@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from deployments.transport.hashes import pack_hashes
 from deployments.transport.request_channel.messages import (
     Abort,
+    Copy,
     FromIngress,
     FromReplica,
     Hello,
@@ -23,14 +24,17 @@ from deployments.transport.request_channel.messages import (
     Submit,
 )
 from engine.errors import PagodaError, RequestError
+from engine.kv.tiers.copies import CopyOrder
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 
 __all__ = [
     "ChannelMessageError",
+    "copy_order_of",
     "decode_from_ingress",
     "decode_from_replica",
     "encode",
+    "encode_copy",
     "encode_request",
     "request_of",
 ]
@@ -45,7 +49,7 @@ class ChannelMessageError(PagodaError, ValueError):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_from_ingress: msgspec.msgpack.Decoder[FromIngress] = msgspec.msgpack.Decoder(Hello | Submit | Abort)
+_from_ingress: msgspec.msgpack.Decoder[FromIngress] = msgspec.msgpack.Decoder(Hello | Submit | Abort | Copy)
 _from_replica: msgspec.msgpack.Decoder[FromReplica] = msgspec.msgpack.Decoder(Status | Outputs)
 _request: msgspec.msgpack.Decoder[EngineRequest] = msgspec.msgpack.Decoder(EngineRequest)
 
@@ -110,6 +114,19 @@ def request_of(message: Submit, request_id: str) -> EngineRequest:
             raise error.__cause__ from None
         raise ChannelMessageError(str(error)) from None
     return replace(request, request_id=request_id, prompt_token_ids=prompt, params=params, output_token_ids=output)
+
+
+def encode_copy(order: CopyOrder) -> bytes:
+    """Return a text that is to be copied as a Copy."""
+    return _encode(Copy(_packed(order.token_ids), order.cache_key, order.source, order.reason))
+
+
+def copy_order_of(message: Copy) -> CopyOrder:
+    """Return the text in a message; raises ChannelMessageError if the message cannot come from an ingress."""
+    try:
+        return CopyOrder(_token_ids(message.tokens), message.cache_key, message.source, message.reason)
+    except ValueError as error:
+        raise ChannelMessageError(str(error)) from None
 
 
 def _packed(token_ids: Sequence[int]) -> bytes:

@@ -13,7 +13,7 @@ import zmq
 
 from deployments.observability.ingress_metrics import CHANNEL_LOST_REPLICAS, STREAM_PAUSES, ingress_recorder
 from deployments.transport.request_channel.address import ReplicaAddress
-from deployments.transport.request_channel.codec import encode, encode_request
+from deployments.transport.request_channel.codec import encode, encode_copy, encode_request
 from deployments.transport.request_channel.dispatch import Dispatch
 from deployments.transport.request_channel.errors import (
     HandedOverError,
@@ -26,6 +26,7 @@ from deployments.transport.request_channel.messages import Abort, Outputs
 from deployments.transport.request_channel.replica_connection import ReplicaConnection
 from deployments.transport.request_channel.sockets import MAX_REQUEST_BYTES, Socket
 from engine.errors import EngineDeadError, RequestError
+from engine.kv.tiers.copies import CopyOrder
 
 __all__ = ["Link"]
 
@@ -105,6 +106,11 @@ class Link:
         self._streams[stream] = dispatch
         dispatch.replica = self.replica
         self._connection.send_numbered(data)
+
+    def copy(self, order: CopyOrder) -> None:
+        """Let the replica read the KV of a text from another one. It is a hint: nothing says whether it does."""
+        if self.takes_requests:
+            self._connection.send(encode_copy(order))
 
     def cancel(self, dispatch: Dispatch) -> None:
         """Forget a dispatch; if it is unfinished and was sent here, the replica aborts its request."""

@@ -7,10 +7,12 @@ messages of one turn of its event loop as the frames of one ZeroMQ message.
     Hello     ingress -> replica    secret, received, acknowledged, sent, resend
     Submit    ingress -> replica    number, stream, EngineRequest without token ids, prompt, output, hashes, texts
     Abort     ingress -> replica    number, stream
+    Copy      ingress -> replica    token ids, cache key, source, reason
     Status    replica -> ingress    received, sent, resend, error or nil
     Outputs   replica -> ingress    number, [stream, ...], [token id, ...], [[stream, EngineOutput], ...], [Failure, ..]
 
-Submit and Abort are numbered together from 1, and so are Outputs. ``received`` is the last number up to which the
+Submit and Abort are numbered together from 1, and so are Outputs. A Copy is a hint: one that is lost is not repeated.
+``received`` is the last number up to which the
 sender of the message has everything, ``sent`` the last one that it has sent, so each side finds what it lacks
 (numbering.py). The ingress numbers its streams.
 
@@ -25,9 +27,11 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from engine.kv.tiers.copies import CopyReason
 from engine.outputs import EngineOutput
+from engine.request import KVSource
 
-__all__ = ["Abort", "Failure", "FromIngress", "FromReplica", "Hello", "Outputs", "Status", "Submit"]
+__all__ = ["Abort", "Copy", "Failure", "FromIngress", "FromReplica", "Hello", "Outputs", "Status", "Submit"]
 
 _Count: TypeAlias = Annotated[int, Meta(ge=0)]
 
@@ -83,6 +87,22 @@ class Abort(_Message, tag=3):
     stream: _Count
 
 
+class Copy(_Message, tag=6):
+    """Read the KV of a text from another replica, when there is time and room, before a request needs it.
+
+    Attributes:
+        tokens: token ids.
+        cache_key: of the text's requests.
+        source: the other replica, which holds the KV.
+        reason: why, the label of a metric.
+    """
+
+    tokens: bytes
+    cache_key: str
+    source: KVSource
+    reason: CopyReason
+
+
 class Status(_Message, tag=4):
     """The answer to a Hello, and the report of a gap in the request messages.
 
@@ -132,5 +152,5 @@ class Outputs(_Message, tag=5):
     failures: list[Failure]
 
 
-FromIngress: TypeAlias = Hello | Submit | Abort
+FromIngress: TypeAlias = Hello | Submit | Abort | Copy
 FromReplica: TypeAlias = Status | Outputs

@@ -115,7 +115,7 @@ class ReplicaConnection:
     def send_numbered(self, data: bytes) -> None:
         """Send the message with the next number, and keep it until the replica has acknowledged it."""
         self._outbox.add(data)
-        self._send(data)
+        self.send(data)
 
     def tick(self) -> None:
         """Keep the connection alive; acknowledge outputs. Called about every half second."""
@@ -139,10 +139,10 @@ class ReplicaConnection:
         self._last_acknowledged, self._num_unacknowledged_bytes = self._arrivals.received, 0
         outbox = self._outbox
         hello = Hello(self._address.secret, self._arrivals.received, outbox.acknowledged, outbox.last_number, resend)
-        self._send(encode(hello))
+        self.send(encode(hello))
 
-    def _send(self, data: bytes) -> None:
-        """Send a message with all others of this turn of the event loop, in their order.
+    def send(self, data: bytes) -> None:
+        """Send a message, once, with all others of this turn of the event loop, in their order.
 
         Each ZeroMQ message wakes ZeroMQ's thread, which takes the core from a burst's other requests.
         """
@@ -183,7 +183,7 @@ class ReplicaConnection:
         if status.resend:
             ingress_recorder().increment(CHANNEL_GAPS, content="requests")
             for _, data in self._outbox.after(status.received):
-                self._send(data)
+                self.send(data)
         if self._arrivals.has_lost_tail(status.sent):
             self._ask_for_lost_outputs()
         self.is_ready, self.is_lost = True, False

@@ -24,14 +24,21 @@ import zmq
 
 from deployments.transport.hashes import unpack_hashes
 from deployments.transport.request_channel.address import ReplicaAddress
-from deployments.transport.request_channel.codec import ChannelMessageError, decode_from_ingress, encode, request_of
+from deployments.transport.request_channel.codec import (
+    ChannelMessageError,
+    copy_order_of,
+    decode_from_ingress,
+    encode,
+    request_of,
+)
 from deployments.transport.request_channel.connection import Connection, RequestCount
 from deployments.transport.request_channel.errors import HandedOverError, ReplicaDrainingError, ReplicaFullError
-from deployments.transport.request_channel.messages import Abort, FromIngress, Hello, Status, Submit
+from deployments.transport.request_channel.messages import Abort, Copy, FromIngress, Hello, Status, Submit
 from deployments.transport.request_channel.numbering import Arrivals
 from deployments.transport.request_channel.sockets import Socket, SocketReader, bind_router
 from engine.async_engine import AsyncEngine
 from engine.errors import EngineDeadError, RequestError
+from engine.kv.tiers.copies import CopyOrder
 from engine.request import EngineRequest
 from engine.structured_outputs.grammar import Grammar
 
@@ -69,6 +76,7 @@ class ChannelServer:
         host: the node's own address, to which the sockets bind.
         max_requests: unfinished requests, at most; further ones are refused.
         on_hashes: receives the block hashes of each request that is queued.
+        on_copy: receives the texts whose KV is to be read from another replica.
         tick_s: how often silent ingresses are looked for.
 
     Raises:
@@ -82,11 +90,13 @@ class ChannelServer:
         *,
         max_requests: int,
         on_hashes: Callable[[Sequence[int]], None] = lambda hashes: None,
+        on_copy: Callable[[CopyOrder], None] = lambda order: None,
         tick_s: float = 1.0,
     ) -> None:
         self._engine = engine
         self._max_requests = max_requests
         self._on_hashes = on_hashes
+        self._on_copy = on_copy
         self._tick_s = tick_s
         self._count = RequestCount()
         self._ingresses: dict[bytes, _Ingress] = {}
@@ -152,7 +162,10 @@ class ChannelServer:
             self._on_hello(identity, message)
         elif (ingress := self._ingresses.get(identity)) is not None:
             ingress.num_silent_ticks = 0
-            self._on_numbered(identity, ingress, message)
+            if not isinstance(message, Copy):
+                self._on_numbered(identity, ingress, message)
+            elif not self._is_draining:
+                self._on_copy(copy_order_of(message))
         # else it will say hello, and learn that it must start again
 
     def _drop(self, reason: str) -> None:

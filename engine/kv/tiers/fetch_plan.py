@@ -13,10 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from engine.kv.prefix_cache import HashedTokens
+from engine.kv.resumption import resumable
 from engine.kv.tiers.digests import TokenChain
 from engine.kv.tiers.host_pages import HostPages
 from engine.kv.tiers.source import PrefixSource, WantedPrefix
-from engine.sequence import Sequence
 
 __all__ = ["FetchPlan"]
 
@@ -26,7 +27,7 @@ class FetchPlan:
 
     Args:
         pages: of the host pools.
-        sequence: the prompt.
+        text: the prompt.
         chain: its blocks.
 
     Attributes:
@@ -35,12 +36,13 @@ class FetchPlan:
         match: what memory holds.
     """
 
-    def __init__(self, pages: HostPages, sequence: Sequence, chain: TokenChain) -> None:
+    def __init__(self, pages: HostPages, text: HashedTokens, chain: TokenChain) -> None:
         self._blocks, self._attached = pages.blocks, pages.attached
         self._size = size = chain.block_size
-        self._last_position = sequence.num_tokens - 1
-        self.match = pages.cache.match(sequence)
-        resumed = self._blocks.match_prefix(sequence) if self._attached else self.match
+        self._last_position = text.num_tokens - 1
+        self.match = resumed = pages.cache.match(text)
+        if self._attached:
+            resumed = resumable(self.match, text, size, self._blocks.windows, self._blocks.states)
         self.first_block = -(-resumed.num_resumed // size)
         self.last_block = self._last_position // size if self._blocks.states is not None else chain.num_blocks
 

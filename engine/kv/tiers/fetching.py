@@ -22,7 +22,7 @@ from engine.kv.tiers.digests import TokenChain
 from engine.kv.tiers.fetch_plan import FetchPlan
 from engine.kv.tiers.host_pages import HostPages
 from engine.kv.tiers.inbox import StepInbox
-from engine.kv.tiers.source import PrefixSource, WantedPrefix
+from engine.kv.tiers.source import PrefixSource, WantedPrefix, begin_fetch
 from engine.kv.tiers.step_clock import StepClock
 from engine.kv.tiers.tier_meter import TierMeter
 from engine.sequence import SequenceGroup
@@ -127,7 +127,7 @@ class Fetching:
         self._fetches[group.request_id] = self._by_digest[digest] = fetch
         self._inbox.post_at(fetch.started + self._wait_s(num_tokens), partial(self._deadline, weakref.ref(fetch)))
         # Copies of launched steps may still read from these pages, or write to them.
-        self._steps.call_after(lambda: _begin(source, wanted, arrival))
+        self._steps.call_after(lambda: begin_fetch(source, wanted, arrival))
         return True
 
     def cancel(self, group: SequenceGroup) -> bool:
@@ -194,11 +194,3 @@ class Fetching:
         for group in fetch.followers:
             if self._followed.pop(group.request_id, None) is not None and not self.defer(group):
                 self._start(group)
-
-
-def _begin(source: PrefixSource, wanted: WantedPrefix, arrival: Arrival) -> None:
-    """Let a source fill an arrival, unless no one waits for it any longer."""
-    if arrival.is_cancelled:
-        arrival.finished("cancelled")
-    else:
-        source.fetch(wanted, arrival)

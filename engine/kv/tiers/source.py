@@ -22,7 +22,7 @@ from engine.kv.tiers.digests import TokenChain
 from engine.observability.load import SourceRate
 from engine.request import KVSource
 
-__all__ = ["FETCH_ERRORS", "ArrivalSink", "PrefixSource", "WantedPrefix"]
+__all__ = ["FETCH_ERRORS", "ArrivalSink", "PrefixSource", "WantedPrefix", "begin_fetch"]
 
 # Why a fetch ends early: bytes that are not what they were; an error of the disk or the network; the source has lost
 # blocks; it refuses, since its pages are others; it takes too long; no one waits any longer.
@@ -110,3 +110,11 @@ class PrefixSource(Protocol):
 
     def fetch(self, wanted: WantedPrefix, sink: ArrivalSink) -> None:
         """Begin to fill ``sink``. The source must call ``sink.finished``, also if it fails."""
+
+
+def begin_fetch(source: PrefixSource, wanted: WantedPrefix, sink: ArrivalSink) -> None:
+    """Let a source fill a sink, unless no one waits for it any longer."""
+    if sink.is_cancelled:
+        sink.finished("cancelled")
+    else:
+        source.fetch(wanted, sink)

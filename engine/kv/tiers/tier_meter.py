@@ -10,6 +10,7 @@ from collections.abc import Callable
 from time import monotonic
 
 from engine.observability.metrics import (
+    KV_COPIED_TOKENS,
     TIER_BLOCKS,
     TIER_BYTES,
     TIER_FAILURES,
@@ -98,6 +99,12 @@ class TierMeter:
     def saved(self, target: str, *, num_tokens: int, num_bytes: int) -> None:
         """Count what was written to a disk or read by another engine."""
         self._moved(target, "out", num_tokens, num_bytes)
+
+    def copied(self, reason: str, source: str, *, num_tokens: int, num_bytes: int) -> None:
+        """Count what was read from another engine before a request needed it."""
+        self._moved(source, "in", num_tokens, num_bytes)
+        if num_tokens:
+            self._sink.increment(KV_COPIED_TOKENS, num_tokens, reason=reason)
 
     def failed(self, name: str, reason: str) -> None:
         """Count a fetch, or a save, that failed."""

@@ -14,6 +14,7 @@ from engine.config import EngineConfig, EngineInfo
 from engine.errors import OverloadedError
 from engine.kv.block_manager import BlockManager
 from engine.kv.tiers.arrivals import Arrivals
+from engine.kv.tiers.copies import Copies
 from engine.kv.tiers.copy_pace import CopyPace
 from engine.kv.tiers.departures import Departures
 from engine.kv.tiers.digests import TokenChain
@@ -59,6 +60,7 @@ class Tiers(EngineObserver):
         steps: of the engine.
         arrivals, departures: pages that come and go.
         fetching: requests that wait for pages; its ``sources`` can be extended.
+        copies: pages of other engines that no request waits for.
         meter: what has moved, and how fast.
         disk: the disk cache; None: there is none.
     """
@@ -92,9 +94,10 @@ class Tiers(EngineObserver):
             prefill_rate,
             self.meter,
         )
+        self.copies = Copies(self.pages, self.arrivals, self.steps, self.chain, self.meter, on_changed)
+        self._scheduler = scheduler
         self.disk: DiskTier | None = None
         self._saver: Saver | None = None
-        self._scheduler = scheduler
         self._pace = CopyPace()
         if config.disk_cache_path is not None:
             events = blocks.prefix_cache.events
@@ -117,6 +120,13 @@ class Tiers(EngineObserver):
             model=self._info.model,
             format_digest=self.format.digest,
         )
+
+    def publish_running(self) -> None:
+        """Publish the blocks that running answers have filled, which decodes do only now and then."""
+        blocks = self.pages.blocks
+        if blocks.enable_prefix_caching:
+            for sequence in self._scheduler.running:
+                blocks.prefix_cache.publish(sequence, sequence.num_computed_tokens)
 
     # --- what the engine asks -----------------------------------------------------------------------------------
 

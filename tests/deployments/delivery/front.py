@@ -27,7 +27,7 @@ from engine.text.tokenizer import Tokenizer
 from tests.deployments.delivery.network import Network, Router
 from tests.deployments.delivery.scripted_engine import Answer, ScriptedEngine
 from tests.deployments.delivery.sse_content import Content
-from tests.deployments.fakes import IDLE, FakeDispatch
+from tests.deployments.fakes import IDLE, NO_REPLICATION, FakeDispatch
 
 NEVER_S = 1e6  # the test itself calls what timers would
 
@@ -112,6 +112,7 @@ class _OneByOne:
     """Engines whose outputs are one token each and reach the reader as they are, past the channel."""
 
     request_timeout_s = NEVER_S
+    replication = NO_REPLICATION
 
     def __init__(self, request: Request) -> None:
         self._request = request

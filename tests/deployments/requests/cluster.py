@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from math import inf
@@ -21,6 +21,7 @@ from deployments.transport.request_channel.server import ChannelServer
 from engine.kv.events import KVEventBatch
 from engine.kv.prefix_hash import hash_blocks
 from engine.observability.load import EngineLoad
+from engine.outputs import StepOutputs
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from tests.deployments.fakes import FakeText
@@ -38,27 +39,29 @@ class ReplicaNode(Node):
         super().__init__(path, **options)
         self.name = name
         self._view = view
-        self.server = ChannelServer(self.engine, HOST, max_requests=100)
+        self.server = ChannelServer(self.engine, HOST, max_requests=100, on_copy=self.transfer.copy)
         self.is_dead = False
-        self._num_steps, self._max_steps, self._may_go_on = 0, inf, threading.Event()
-        self._run, self.inner.runner.run = self.inner.runner.run, self._step  # type: ignore[method-assign]
+        self._num_steps, self._max_steps = 0, inf
+        self._real_step, self.inner.step = self.inner.step, self._step  # type: ignore[method-assign]
         self.on_events = self._report
         self.on_load = self._report_load
 
     def hold_after(self, num_steps: int) -> None:
-        """Compute no further step after so many, until ``go_on``: a stream cannot end before it is disturbed."""
-        self._may_go_on.clear()
+        """Compute no further step after so many, until ``go_on``: a stream cannot end before it is disturbed.
+
+        Only what must be copied to the host for another replica is, by a step each.
+        """
         self._max_steps = self._num_steps + num_steps
 
     def go_on(self) -> None:
         self._max_steps = inf
-        self._may_go_on.set()
 
-    def _step(self, *args: Any) -> Any:
+    def _step(self) -> StepOutputs:
+        if self._num_steps >= self._max_steps and not self.tiers.needs_step:
+            time.sleep(0.001)
+            return StepOutputs()
         self._num_steps += 1
-        if self._num_steps > self._max_steps:
-            assert self._may_go_on.wait(HANG_S)
-        return self._run(*args)
+        return self._real_step()
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -99,11 +102,16 @@ class ReplicaNode(Node):
 class Cluster:
     """An ingress and its replicas. Each replica's block hashes are those of the same model."""
 
-    def __init__(self, path: str, names: str, **options: Any) -> None:
+    def __init__(self, path: str, names: str, kv_replication: int | None = None, **options: Any) -> None:
         self.view = ClusterView()
         self.replicas = {name: ReplicaNode(path, name, self.view, **options) for name in names}
         self.dispatcher = Dispatcher(
-            self.view, self._wake, max_requests=100, stall_timeout_s=HANG_S, request_timeout_s=HANG_S
+            self.view,
+            self._wake,
+            max_requests=100,
+            stall_timeout_s=HANG_S,
+            request_timeout_s=HANG_S,
+            kv_replication=kv_replication,
         )
         self._num_requests = 0
 
@@ -112,16 +120,25 @@ class Cluster:
 
     async def start(self) -> None:
         self.dispatcher.start()
-        self.list_replicas(*self.replicas)
-        links = self.dispatcher._links
-        assert links is not None
-        await until_in_loop(lambda: len(links.ready) == len(self.replicas))
+        await self.set_replicas(*self.replicas)
         for name, replica in self.replicas.items():
             self.view.routing.replaced(name, replica.reported)
             replica.on_load(replica.engine.load())
 
-    def list_replicas(self, *names: str) -> None:
+    async def set_replicas(self, *names: str) -> None:
+        """List replicas, and wait until they take requests."""
         self.view.set_replicas({name: self.replicas[name].metadata for name in names})
+        links = self.dispatcher._links
+        assert links is not None
+        await until_in_loop(lambda: sorted(links.ready) == sorted(names))
+
+    def num_held_tokens(self, generation: Generation, *names: str) -> int:
+        """Return how many tokens of a prompt and its answer any of these replicas has reported to hold."""
+        request = generation.prompt.request
+        text = [*request.prompt_token_ids, *generation.token_ids]
+        with self.view.routing.lock:
+            held = self.view.routing.index.num_cached_blocks(hash_blocks(text, BLOCK_SIZE, generation.prompt.root))
+        return BLOCK_SIZE * max((held.get(name, 0) for name in names), default=0)
 
     def generation(self, prompt_ids: list[int], params: SamplingParams) -> Generation:
         self._num_requests += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,8 @@ from deployments.transport.pages import client as client_module
 from engine.kv.tiers import fetching
 from engine.sampling_params import SamplingParams
 from tests.deployments.requests.cluster import Stream, cluster
-from tests.deployments.transport.pages.nodes import prompt_of, save
-from tests.waiting import HANG_S
+from tests.deployments.transport.pages.nodes import BLOCK_SIZE, prompt_of, save
+from tests.waiting import HANG_S, until_in_loop
 
 LONG = SamplingParams(temperature=1.0, seed=3, max_tokens=300, ignore_eos=True)
 OPTIONS = {"num_blocks": 600, "swap_space_gib": 0.05}
@@ -61,12 +62,12 @@ async def test_a_replica_that_shuts_down_hands_its_streams_over_with_their_kv(qw
         a, b = running.replicas["a"], running.replicas["b"]
         expected = [await b.answer(prompt, LONG) for prompt in prompts]
         b.engine.call_in_step_thread(b.inner.reset_prefix_cache)
-        running.list_replicas("a")
+        await running.set_replicas("a")
         a.hold_after(100)
         streams = [Stream(running.generation(prompt, LONG)) for prompt in prompts]
         for stream in streams:
             await stream.until(30)
-        running.list_replicas("b")
+        await running.set_replicas("b")
         draining = asyncio.create_task(a.server.drain(hand_over_after_s=0.0))
         await asyncio.sleep(0)
         a.go_on()
@@ -77,3 +78,28 @@ async def test_a_replica_that_shuts_down_hands_its_streams_over_with_their_kv(qw
         assert b.resumed("restored") > 4 * 170
         assert b.resumed("recomputed") < 4 * 4
         assert b.num_fetched == b.resumed("restored")
+
+
+async def test_a_killed_replica_costs_no_more_than_what_was_not_copied_yet(qwen3: str) -> None:
+    prompts = [prompt_of(150, seed) for seed in range(3)]
+    every = 32
+    async with cluster(qwen3, "abc", kv_replication=every, **OPTIONS) as running:
+        a, b, c = running.replicas.values()
+        expected = [await c.answer(prompt, LONG) for prompt in prompts]
+        c.engine.call_in_step_thread(c.inner.reset_prefix_cache)
+        await running.set_replicas("a")
+        a.hold_after(60)
+        streams = [Stream(running.generation(prompt, LONG)) for prompt in prompts]
+        for stream in streams:
+            await stream.until(40)
+        await running.set_replicas("a", "b", "c")
+        a.hold_after(2 * every)
+        for stream in streams:  # each has grown by 1.5 times ``every`` at least
+            await stream.until(40 + every + every // 2)
+            held = partial(running.num_held_tokens, stream.generation, "b", "c")
+            await until_in_loop(lambda held=held: held() >= 150 + 40 - BLOCK_SIZE, "it is copied")
+        await a.kill()
+        assert [await stream.task for stream in streams] == expected
+        assert [stream.generation.num_migrations for stream in streams] == [1] * 3
+        assert b.count("kv_copied_tokens", "replication") + c.count("kv_copied_tokens", "replication") >= 3 * 180
+        assert b.resumed("recomputed") + c.resumed("recomputed") <= 3 * (2 * every + BLOCK_SIZE)

@@ -10,6 +10,7 @@ import pytest
 
 from deployments.transport.request_channel import link as link_module
 from deployments.transport.request_channel.codec import decode_from_ingress
+from deployments.transport.request_channel.dispatch import Dispatch
 from deployments.transport.request_channel.errors import HandedOverError, ReplicaDrainingError, ReplicaFullError
 from deployments.transport.request_channel.messages import Abort, Hello, Submit
 from engine.errors import EngineDeadError, PromptTooLongError, RequestError

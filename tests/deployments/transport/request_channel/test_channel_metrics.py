@@ -82,9 +82,9 @@ async def test_a_gap_counts_by_what_is_missing(peers: Peers) -> None:
     link._connection._arrivals.accept = lossy  # type: ignore[method-assign]
     assert await tokens_of(ingress.submit([1], 5)) == replica.answer([1], 5)
     assert _since(before) == {"channel_gaps outputs": 1}
-    send = link._connection._send
-    link._connection._send = lambda data: None  # type: ignore[method-assign]
+    send = link._connection.send
+    link._connection.send = lambda data: None  # type: ignore[method-assign]
     stream = ingress.submit([2], 5)
-    link._connection._send = send  # type: ignore[method-assign]
+    link._connection.send = send  # type: ignore[method-assign]
     assert await tokens_of(stream) == replica.answer([2], 5)
     assert _since(before) == {"channel_gaps outputs": 1, "channel_gaps requests": 1}
