@@ -101,8 +101,6 @@ def _latent_rope(fields: Fields, rotary: int) -> dict[str, Any]:
 
 def _partial_rope(fields: Fields) -> dict[str, Any]:
     """Return the parameters of RoPE over a part of each head."""
-    if "rope.dimension_sections" in fields:  # of GLM-4.1V and others: the converter has put queries in another order
-        raise fields.error("it is a model of images and text, whose order of queries and keys is not supported")
     head_dim = head_dim_of(fields)
     rotary = fields.integer("rope.dimension_count", head_dim)
     if rotary > head_dim:

@@ -12,6 +12,7 @@ from engine.models.gguf.fields import Fields
 from engine.models.gguf.file import GgufFile
 from engine.models.gguf.header import GgufTensor
 from engine.models.gguf.recurrent_names import RECURRENT_NAMES, recurrent_weights
+from engine.models.gguf.sizes import head_dim_of
 from engine.models.gguf.weight import EXPERTS, GgufWeight, holds_experts, of_each_expert
 
 __all__ = ["gguf_weights"]
@@ -111,6 +112,7 @@ def gguf_weights(gguf: GgufFile) -> dict[str, GgufWeight]:
         heads = {"attn_q": count, "attn_k": fields.integer("attention.head_count_kv", count)}
     is_mixtral = architecture == "llama" and fields.integer("expert_count", 0, smallest=0) > 0
     names = _IN_LAYER | _OWN.get(architecture, {}) | (_MIXTRAL if is_mixtral else {})
+    order = _halves_order(fields) if architecture == "glm4" and "rope.dimension_sections" in fields else None
     adds_one = architecture in ("gemma", "gemma2", "gemma3")
     further = fields.integer("nextn_predict_layers", 0, smallest=0)
     num_layers = fields.integer("block_count") - further if further else None
@@ -132,8 +134,28 @@ def gguf_weights(gguf: GgufFile) -> dict[str, GgufWeight]:
             shape=tensor.shape,
             heads=0 if layer is None else heads.get(layer[2], 0),
             has_one_added=adds_one and name.endswith("norm.weight"),
+            row_order=None if layer is None or order is None else order.get(layer[2]),
         )
     return weights
+
+
+def _halves_order(fields: Fields) -> dict[str, tuple[int, ...]]:
+    """Return the rows of GLM-4.1V's queries and keys, whose rotated elements are stored as halves, not as neighbours.
+
+    Raises:
+        ModelLoadError: if the rotated elements are no pairs of a head's.
+    """
+    head_dim = head_dim_of(fields)
+    rotary = fields.integer("rope.dimension_count", head_dim)
+    if rotary % 2 or rotary > head_dim:
+        raise fields.error(f"glm4.rope.dimension_count={rotary} does not fit heads of {head_dim}; download it again")
+    head = [index // 2 + index % 2 * (rotary // 2) for index in range(rotary)] + list(range(rotary, head_dim))
+    queries = fields.integer("attention.head_count")
+    counts = {"attn_q": queries, "attn_k": fields.integer("attention.head_count_kv", queries)}
+    return {
+        module: tuple(number * head_dim + index for number in range(count) for index in head)
+        for module, count in counts.items()
+    }
 
 
 def _own_name(name: str, layer: re.Match[str] | None, names: dict[str, str], architecture: str) -> str:

@@ -239,6 +239,7 @@ def _nemotron_experts(fields: Fields) -> dict[str, Any]:
 RECURRENT: dict[str, Callable[[GgufFile, Fields], dict[str, Any]]] = {
     "qwen35": _qwen35,
     "qwen35moe": _qwen35_moe,
+    "qwen3next": _qwen35_moe,  # computes the same; only published weights have other names
     "lfm2": _lfm2,
     "mamba2": _mamba2,
     "falcon-h1": _falcon_h1,

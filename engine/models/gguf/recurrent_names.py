@@ -1,7 +1,8 @@
 """recurrent_weights: the weights of models with recurrent layers by transformers' names, and how each is stored.
 
 llama.cpp's converter stores -exp(A_log), drops and adds dimensions of size 1, and changes the order of Qwen3.5's value
-heads: the first of every key head, then the second of each. It splits Granite's gates and ups.
+heads: the first of every key head, then the second of each. It splits Granite's gates and ups. Of Qwen3-Next, whose
+layers are those of Qwen3.5 with experts, it splits one of two joined projections, and this reads the other as two.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from engine.models.gguf.weight import GgufWeight, holds_experts, of_each_expert
 
 __all__ = ["RECURRENT_NAMES", "recurrent_weights"]
 
+_BETAS_AND_ALPHAS = "ssm_ba"
 _LAYER = re.compile(r"blk\.(\d+)\.([\w.]+?)(?:\.(weight|bias))?")
 _WITHOUT_KIND = ("A_log", "D", "dt_bias", "e_score_correction_bias")  # are not a module's weight or bias
 _ATTENTION = {
@@ -111,6 +113,7 @@ _NEMOTRON_H = _Names(
 RECURRENT_NAMES: dict[str, _Names] = {
     "qwen35": _QWEN35,
     "qwen35moe": _QWEN35,
+    "qwen3next": _QWEN35,
     "lfm2": _Names(
         whole=_WHOLE | {"token_embd_norm": "model.embedding_norm"},
         layer={
@@ -191,6 +194,8 @@ def recurrent_weights(gguf: GgufFile, fields: Fields) -> dict[str, GgufWeight]:
             weights[f"mtp.{name}"] = GgufWeight(parts=(tensor,), shape=tensor.shape)  # predicts further tokens
         elif name in second_names:
             continue
+        elif module == _BETAS_AND_ALPHAS and kind == "weight" and fields.architecture == "qwen3next":
+            weights |= _betas_and_alphas(tensor, fields, f"{block}.linear_attn")
         elif module in names.joined:
             weights |= _joined(gguf, name, tensor, f"{block}.{names.joined[module]}.{kind}")
         elif module in names.layer:
@@ -224,6 +229,26 @@ def _weight(tensor: GgufTensor, module: str, own: str, heads: int, *, adds_one: 
     elif own.endswith("shared_expert_gate"):
         shape = (1, math.prod(shape))
     return GgufWeight(parts=(tensor,), shape=shape, heads=heads, has_one_added=adds_one, is_decay=own.endswith("A_log"))
+
+
+def _betas_and_alphas(tensor: GgufTensor, fields: Fields, block: str) -> dict[str, GgufWeight]:
+    """Return the two weights whose rows are stored for each key head in turn: those of betas, then those of alphas.
+
+    Raises:
+        ModelLoadError: if heads do not divide one another, or the tensor has another number of rows.
+    """
+    keys, heads = fields.integer("ssm.group_count"), fields.integer("ssm.time_step_rank")
+    if heads % keys or tensor.shape[0] != 2 * heads:
+        raise fields.error(
+            f"a tensor of {_BETAS_AND_ALPHAS} is {list(tensor.shape)}, which does not fit {keys} key heads and {heads} "
+            "value heads; download the file again"
+        )
+    each = heads // keys
+    rows = [[2 * key * each + half * each + index for key in range(keys) for index in range(each)] for half in (0, 1)]
+    return {
+        f"{block}.{name}.weight": GgufWeight(parts=(tensor,), shape=(heads, *tensor.shape[1:]), row_order=tuple(order))
+        for name, order in zip(("in_proj_b", "in_proj_a"), rows, strict=True)
+    }
 
 
 def _joined(gguf: GgufFile, name: str, gates: GgufTensor, stored_as: str) -> dict[str, GgufWeight]:

@@ -113,6 +113,32 @@ def _deepseek3() -> RustTokenizer:
     return _begin_with(_train_byte_level(pre, special, ["<think>"]), special[0])
 
 
+DEEPSEEK_LLM_LETTERS = (  # of the published tokenizer.json
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿ"
+    "ᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨ"
+    "K-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲"
+    "𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+)
+DEEPSEEK_EAST_ASIAN = "[一-龥ࠀ-一가-\ud7ff]+"
+
+
+def _deepseek_llm() -> RustTokenizer:
+    marks = r"\s?[!-/:-~！-／：-～‘-‟\u3000-。]+"
+    splits = ["[\r\n]", f"\\s?[{DEEPSEEK_LLM_LETTERS}]+", marks, r"\s+$", DEEPSEEK_EAST_ASIAN]
+    return _old_deepseek(splits)
+
+
+def _deepseek_coder() -> RustTokenizer:
+    return _old_deepseek(["[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", DEEPSEEK_EAST_ASIAN])
+
+
+def _old_deepseek(splits: list[str]) -> RustTokenizer:
+    steps = [*map(_split, splits), pre_tokenizers.Digits(individual_digits=True)]
+    pre = pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    special = ["<|begin_of_sentence|>", "<|end_of_sentence|>"]
+    return _begin_with(_train_byte_level(pre, special, []), special[0])
+
+
 KIMI_SPLIT = (  # of the published program
     r"[\p{Han}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
@@ -217,6 +243,14 @@ KINDS: dict[str, tuple[Callable[[], RustTokenizer], str, str, str, dict[str, str
     "glm4": (_glm4, "glm4moe", "gpt2", "glm4", {"eos": "<|endoftext|>", "pad": "<|endoftext|>"}),
     "deepseek-v3": (
         *(_deepseek3, "deepseek2", "gpt2", "deepseek-v3"),
+        {"bos": "<|begin_of_sentence|>", "eos": "<|end_of_sentence|>"},
+    ),
+    "deepseek-llm": (
+        *(_deepseek_llm, "deepseek2", "gpt2", "deepseek-llm"),
+        {"bos": "<|begin_of_sentence|>", "eos": "<|end_of_sentence|>"},
+    ),
+    "deepseek-coder": (
+        *(_deepseek_coder, "llama", "gpt2", "deepseek-coder"),
         {"bos": "<|begin_of_sentence|>", "eos": "<|end_of_sentence|>"},
     ),
     "kimi-k2": (_kimi, "deepseek2", "gpt2", "kimi-k2", {"bos": "[BOS]", "eos": "[EOS]"}),

@@ -13,10 +13,8 @@ from tests.engine.models.gguf.converted import ARCHITECTURES as GGUF_MODELS
 from tests.engine.models.multimodal.test_own_code import PUBLISHED as OWN_CODE
 from tests.engine.models.multimodal.tiny_checkpoints import COMPARED_APART, TINY
 
-# GGUF files of these are refused, whatever their text part is: words are split, or queries ordered, in another way. Or
-# it is not known that there are any.
+# It is not known that there are GGUF files of these, or how they are written.
 NOT_AS_GGUF = (
-    *("DeepSeek-V2", "Kimi-K2", "GLM-4.1V", "GLM-4.5V", "GLM-4.6V"),
     *(
         "Kimi-VL",
         "MiMo-7B",
@@ -102,6 +100,8 @@ def _served(names: str, architecture: str, *, is_part: bool = False) -> str:
     what = f"its text part as `{architecture}`" if is_part else f"`{architecture}`"
     divides = is_own and ARCHITECTURES[architecture].qk_norm != "projection"
     ranks = "yes" if divides or architecture in TENSOR_PARALLEL else "no"
-    in_gguf = {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind] for _, kind, _ in GGUF_MODELS.values()}
+    in_gguf = {"Qwen3NextForCausalLM"} | {
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind] for _, kind, _ in GGUF_MODELS.values()
+    }
     formats = "safetensors, GGUF" if architecture in in_gguf and not names.startswith(NOT_AS_GGUF) else "safetensors"
     return f"| {names} | {what}, by {by} | {formats} | {ranks} |"

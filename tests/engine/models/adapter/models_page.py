@@ -198,10 +198,10 @@ written as llama.cpp's converter does, with those of transformers for the decode
 each with the ones that they were converted from (`tests/engine/models/gguf/`, `tests/engine/text/`). Files of real size
 were not compared. Not in a file's metadata, and so taken as in the published models: which layers of Gemma 2, Gemma 3
 and GPT-OSS slide, the scale of attention in the largest Gemma 2 and 3, the limits of GPT-OSS's activation and of
-Nemotron-H's steps, the order of Falcon-H1's gate and norm, and the groups of DeepSeek's experts in older files. Files
-of DeepSeek V2 and Kimi K2 are refused, because their texts are split into words in a way that is not read. Files of
-Mamba 2, Granite 4 H and Nemotron-H give a context of 1M tokens: set `max_model_len`. Granite 4 without recurrent layers
-is another architecture of llama.cpp's, which is not read.
+Nemotron-H's steps, the order of Falcon-H1's gate and norm, and the groups of DeepSeek's experts in older files.
+Qwen3-Next's files are read as those of Qwen3.5 with experts, which computes the same. Files of Mamba 2, Granite 4 H and
+Nemotron-H give a context of 1M tokens: set `max_model_len`. Granite 4 without recurrent layers is another architecture
+of llama.cpp's, which is not read.
 
 ## Refused
 

@@ -132,6 +132,8 @@ def write_gguf(model: PreTrainedModel, name: str, path: Path, *, add_tokenizer: 
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
     _metadata_of(name)(writer, architecture, config)
+    if name.startswith("glm4v"):
+        writer.add_rope_dimension_sections([8, 12, 12, 0])
     if add_tokenizer is not None:
         add_tokenizer(writer)
     random, kinds = np.random.default_rng(0), itertools.cycle(_ALL_TYPES)
@@ -153,9 +155,9 @@ def write_gguf(model: PreTrainedModel, name: str, path: Path, *, add_tokenizer: 
             decoded = torch.from_numpy(values.copy())
             if name in recurrent.ARCHITECTURES:
                 whole = views[0].shape if len(views) == 1 else decoded.shape
-                decoded = recurrent.restored(decoded, tensor, whole, config)
+                decoded = recurrent.restored(decoded, tensor, whole, config, architecture)
             else:
-                decoded = _undo(decoded, tensor, architecture, config)
+                decoded = _undo(decoded, tensor, name, config)
             for view, value in zip(views, decoded if len(views) > 1 else [decoded], strict=True):
                 view.copy_(value)
     for stored_name, factors in _factors(architecture, config):
@@ -175,7 +177,7 @@ def _metadata_of(name: str) -> Any:
 def _all_tensors(model: PreTrainedModel, name: str) -> Iterator[tuple[str, tuple[int, ...], list[torch.Tensor]]]:
     """Yield the converter's tensors: the name that its tables know, their shape, and where the model has the values."""
     if name in recurrent.ARCHITECTURES:
-        yield from recurrent.tensors(model)
+        yield from recurrent.tensors(model, ARCHITECTURES[name][0])
         return
     if name in gemma4.ARCHITECTURES or name in further.ARCHITECTURES:
         yield from (gemma4 if name in gemma4.ARCHITECTURES else further).tensors(model)
@@ -189,10 +191,13 @@ def _number_of(architecture: str) -> gguf.MODEL_ARCH:
     return next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
 
 
-def _undo(decoded: torch.Tensor, tensor: str, architecture: str, config: Any) -> torch.Tensor:
+def _undo(decoded: torch.Tensor, tensor: str, name: str, config: Any) -> torch.Tensor:
     """Return what transformers has where the converter has written ``decoded``."""
+    architecture = ARCHITECTURES[name][0]
     if architecture in ("gemma", "gemma2", "gemma3") and tensor.endswith("norm.weight"):
         return decoded - 1
+    if name == "glm4v" and (".q_proj." in tensor or ".k_proj." in tensor):
+        return further.as_neighbours(decoded, config)
     if architecture in ("llama", "mistral3") and (".q_proj." in tensor or ".k_proj." in tensor):
         heads = config.num_attention_heads if ".q_proj." in tensor else config.num_key_value_heads
         split = decoded.reshape(heads, len(decoded) // heads // 2, 2, *decoded.shape[1:])

@@ -59,6 +59,8 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
         _LATENT | {"rope_parameters": _HALF["rope_parameters"] | {"partial_rotary_factor": 1.0}},
     ),
     "glm4": ("glm4", "glm4", _HALF),
+    "glm4v": ("glm4", "glm4", _HALF | {"attention_bias": True}),
+    "glm4v-moe": ("glm4moe", "glm4_moe", _EXPERTS | _HALF | {"attention_bias": True}),
     "glm4moe": ("glm4moe", "glm4_moe", _EXPERTS | _HALF | {"use_qk_norm": True, "attention_bias": True}),
     "command-r": ("command-r", "cohere", _COHERE),
     "command-r-plus": ("command-r", "cohere", _COHERE | {"use_qk_norm": True}),
@@ -86,6 +88,14 @@ def tensors(model: Any) -> Iterator[tuple[str, tuple[int, ...], list[torch.Tenso
                 yield f"{parts[0]}{half}{parts[2]}", (len(views), *views[0].shape), views
         else:
             yield name, tuple(values.shape), [values.data]
+
+
+def as_neighbours(stored: torch.Tensor, config: Any) -> torch.Tensor:
+    """Return queries or keys of GLM-4.1V with the elements that RoPE rotates as neighbours; stored are two halves."""
+    rotary = config.head_dim // 2
+    heads = stored.reshape(-1, config.head_dim, *stored.shape[1:])
+    first, second, rest = heads[:, : rotary // 2], heads[:, rotary // 2 : rotary], heads[:, rotary:]
+    return torch.cat([torch.stack([first, second], dim=2).flatten(1, 2), rest], dim=1).reshape(stored.shape)
 
 
 def add_metadata(writer: Any, architecture: str, config: Any) -> None:

@@ -28,6 +28,7 @@ _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size":
 ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen35": ("qwen35", "qwen3_5_text", _GATED_DELTA | {"tie_word_embeddings": True}),
     "qwen35moe": ("qwen35moe", "qwen3_5_moe_text", _GATED_DELTA | _EXPERTS | {"shared_expert_intermediate_size": 256}),
+    "qwen3next": ("qwen3next", "qwen3_5_moe_text", _GATED_DELTA | _EXPERTS | {"shared_expert_intermediate_size": 256}),
     "lfm2": (
         "lfm2",
         "lfm2",
@@ -77,7 +78,7 @@ FORCED_FLOAT32 = ("ssm_conv1d", "shortconv.conv", "ssm_a", "ssm_d", "ssm_norm", 
 # --- tensors ---------------------------------------------------------------------------------------------------------
 
 
-def tensors(model: Any) -> Iterator[tuple[str, tuple[int, ...], list[torch.Tensor]]]:
+def tensors(model: Any, architecture: str) -> Iterator[tuple[str, tuple[int, ...], list[torch.Tensor]]]:
     """Yield the converter's tensors: the name that gguf's tables know, the stored shape, and where the values belong.
 
     There are several places where the converter splits a parameter, or stacks those of experts.
@@ -93,6 +94,12 @@ def tensors(model: Any) -> Iterator[tuple[str, tuple[int, ...], list[torch.Tenso
                     yield f"{_blk(block)}.ffn_{part}_{kind}".rstrip("_") + ".weight", tuple(half.shape), [half]
             else:
                 yield f"{_blk(block)}.ffn_down_{kind}".rstrip("_") + ".weight", tuple(values.shape), [values]
+        elif architecture == "qwen3next" and name.endswith(("in_proj_a.weight", "in_proj_b.weight")):
+            if name.endswith("in_proj_b.weight"):
+                betas, alphas = values, dict(stored_values(model))[name.replace("in_proj_b", "in_proj_a")]
+                rows = zip(*(half.chunk(config.linear_num_key_heads) for half in (betas, alphas)), strict=True)
+                views = [row for of_key in rows for half in of_key for row in half]
+                yield name.replace("in_proj_b", "in_proj_ba"), (len(views), values.shape[1]), views
         elif ".experts." in name:
             yield from _expert_tensors(name, values)
         elif name.endswith("block_sparse_moe.router.weight"):
@@ -139,7 +146,7 @@ def _expert_tensors(name: str, values: torch.Tensor) -> Iterator[tuple[str, tupl
         yield f"{_blk(name)}.ffn_{part}_exps.weight", tuple(half.shape), list(half)
 
 
-def restored(decoded: torch.Tensor, name: str, shape: torch.Size, config: Any) -> torch.Tensor:
+def restored(decoded: torch.Tensor, name: str, shape: torch.Size, config: Any, architecture: str) -> torch.Tensor:
     """Return what transformers has where the converter has written ``decoded``."""
     kind = config.model_type
     if name.endswith("A_log"):
@@ -147,6 +154,8 @@ def restored(decoded: torch.Tensor, name: str, shape: torch.Size, config: Any) -
     if kind.startswith("qwen"):
         if name.endswith("norm.weight") and "linear_attn" not in name:
             return decoded - 1
+        if architecture == "qwen3next":
+            return decoded.reshape(shape)
         return _grouped(decoded, name, config).reshape(shape)
     if kind in ("granitemoehybrid", "nemotron_h") and (".q_proj." in name or ".k_proj." in name):
         heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
@@ -228,7 +237,7 @@ def add_metadata(writer: Any, architecture: str, config: Any) -> None:
         writer.add_expert_weights_scale(config.routed_scaling_factor)
         writer.add_expert_group_count(config.n_group)
         writer.add_moe_latent_size(config.moe_latent_size)
-    if architecture == "qwen35moe":
+    if architecture in ("qwen35moe", "qwen3next"):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
 
@@ -240,14 +249,14 @@ def _add_attention(writer: Any, architecture: str, config: Any) -> None:
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     kinds, heads = getattr(config, "layer_types", None), config.num_key_value_heads
-    if architecture in ("qwen35", "qwen35moe", "falcon-h1"):
+    if architecture in ("qwen35", "qwen35moe", "qwen3next", "falcon-h1"):
         writer.add_head_count_kv(heads)
     else:
         writer.add_head_count_kv([heads if kind == "full_attention" else 0 for kind in kinds])
     if architecture.startswith("nemotron_h"):
         width = config.moe_intermediate_size if architecture == "nemotron_h_moe" else config.intermediate_size
         writer.add_feed_forward_length([width if kind in ("mlp", "moe") else 0 for kind in kinds])
-    elif architecture != "qwen35moe":
+    elif architecture not in ("qwen35moe", "qwen3next"):
         writer.add_feed_forward_length(config.intermediate_size)
     if rope := getattr(config, "rope_parameters", None):
         writer.add_rope_freq_base(rope["rope_theta"])

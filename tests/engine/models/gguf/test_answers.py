@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.errors import ModelLoadError
 from engine.models.checkpoint.checkpoint import open_checkpoint
@@ -33,7 +34,7 @@ MAX_TOKENS, PROMPT_TOKENS = 6, 20
 
 # Weights and configs of all architectures are compared in `make test`, so answers can hardly differ.
 _FURTHER = pytest.mark.exhaustive("answers of architectures that share everything with those that CI runs")
-_SHARES = ("qwen35moe", "granitehybrid", "falcon-h1", "nemotron_h")
+_SHARES = ("qwen35moe", "glm4v-moe", "granitehybrid", "falcon-h1", "nemotron_h")
 
 
 @pytest.mark.parametrize(
@@ -80,6 +81,11 @@ CHANGES: dict[str, tuple[str, Callable[[GgufWeight], GgufWeight]]] = {
     "GPT-OSS's ups before its gates": ("gpt-oss", lambda weight: replace(weight, parts=weight.parts[::-1])),
     "Qwen3.5's value heads as the file has them": ("qwen35", lambda weight: replace(weight, row_order=None)),
     "the inputs of Qwen3.5's output likewise": ("qwen35", lambda weight: replace(weight, column_order=None)),
+    "the queries of GLM-4.1V as the file has them": ("glm4v", lambda weight: replace(weight, row_order=None)),
+    "Qwen3-Next's alphas for its betas": (
+        "qwen3next",
+        lambda weight: weight if weight.row_order is None else replace(weight, row_order=weight.row_order[::-1]),
+    ),
     "Qwen3.5's norms without the 1": ("qwen35moe", lambda weight: replace(weight, has_one_added=False)),
     "decays without their logarithm": ("mamba2", lambda weight: replace(weight, is_decay=False)),
     "Granite's ups before its gates": ("granitehybrid", lambda weight: replace(weight, parts=weight.parts[::-1])),
@@ -264,3 +270,28 @@ def _by_stored_name(model: Any) -> dict[str, torch.Tensor]:
                 else:
                     weights[f"{block}{parent}.experts.{expert}.{part}.weight"] = value
     return weights
+
+
+def test_qwen3_next_is_qwen3_5_with_other_names() -> None:
+    """So its files are read as those of Qwen3.5 with experts."""
+    other = build_model("qwen3next")
+    fields = {name: value for name, value in other.config.to_dict().items() if name not in ("model_type", "dtype")}
+    original = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_next", **fields | {"norm_topk_prob": True}))
+    original = original.float().eval()
+    keys, key_dim = other.config.linear_num_key_heads, other.config.linear_key_head_dim
+    values = other.config.linear_num_value_heads // keys * other.config.linear_value_head_dim
+    weights = {}
+    for name, weight in original.state_dict().items():
+        rows = weight.view(keys, -1, weight.shape[-1]) if weight.dim() == 2 and not weight.shape[0] % keys else weight
+        if name.endswith("in_proj_qkvz.weight"):
+            *qkv, z = (part.flatten(0, 1) for part in rows.split([key_dim, key_dim, values, values], dim=1))
+            weights |= {name.replace("qkvz", "qkv"): torch.cat(qkv), name.replace("qkvz", "z"): z}
+        elif name.endswith("in_proj_ba.weight"):
+            b, a = (part.flatten(0, 1) for part in rows.chunk(2, dim=1))
+            weights |= {name.replace("ba.weight", "b.weight"): b, name.replace("ba.weight", "a.weight"): a}
+        else:
+            weights[name] = weight
+    other.load_state_dict(weights)
+    ids = torch.tensor([random_tokens(random.Random(0), PROMPT_TOKENS, other.config.vocab_size)])
+    with torch.no_grad():
+        torch.testing.assert_close(other(ids).logits, original(ids).logits)

@@ -28,7 +28,7 @@ from tests.engine.models.gguf.conftest import Converted
 from tests.engine.models.gguf.converted import ARCHITECTURES
 from tests.engine.models.gguf.metadata import write_metadata
 
-BY_TRANSFORMERS = ("gpt-oss", "ministral3", "glm4moe", "command-r", "command-r-plus", "cohere2")
+BY_TRANSFORMERS = ("gpt-oss", "ministral3", "glm4moe", "glm4v-moe", "command-r", "command-r-plus", "cohere2")
 
 
 # Other architectures than the file's, which has no name for them.
@@ -220,11 +220,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "keys of 32 elements are no longer than the 32 that RoPE rotates",
     ),
     "more than all elements": ("glm4", {"rope.dimension_count": 65}, "dimension_count=65 is more than the head's 64"),
-    "queries of images": (
-        "glm4",
-        {"rope.dimension_sections": [8, 12, 12, 0]},
-        "whose order of queries and keys is not",
-    ),
     "no scale of logits": ("command-r", {"attention.layer_norm_epsilon": 1e-5}, "it has no command-r.logit_scale"),
     "an id": ("qwen2", {"block_count": 10**6}, "qwen2.block_count=1000000 is more than any model has"),
 }
