@@ -36,6 +36,8 @@ _TOOL_SIGNS: _Signs = (
     (("<|/tool|>",), "phi4_mini_json"),
     (("functools[",), "phi4_mini_json"),
     (("<|tool_call|> followed by a JSON list",), "granite"),
+    (("<|tool_call|>", "<|start_of_role|>"), "granite"),
+    (("make calls in a single JSON array",), "xlam"),
     (("<tool_sep{}>", ":opensource"), "hy_v3"),
     (("<tool_sep>", "<arg_key>"), "hy_v3"),
     (("<|tool_call:begin|>", "<|tool_call:args|>"), "solar_open"),

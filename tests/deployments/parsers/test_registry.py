@@ -46,6 +46,8 @@ TEMPLATES = {
     "LFM2": ("<|im_start|> List of tools: <|tool_list_start|>[", ("lfm2", None)),
     "OLMo 3": ("<functions> <function_calls> </think>", ("olmo3", "qwen3")),
     "Granite 3.3": ("only with <|tool_call|> followed by a JSON list of tools used", ("granite", None)),
+    "Granite 3.1": ("'<|start_of_role|>assistant<|end_of_role|><|tool_call|>' + tool_calls", ("granite", None)),
+    "xLAM": ("<|im_start|>system When using tools, make calls in a single JSON array:", ("xlam", None)),
     "Granite 3.3 thinking": ("<think></think> <response></response>", (None, "granite")),
     "Phi-4-mini": ("'<|tool|>' + tools + '<|/tool|>'", ("phi4_mini_json", None)),
     "Command": ("<|START_ACTION|>[ tool_name <|START_THINKING|>", ("cohere_command3", "cohere_command3")),
