@@ -19,7 +19,7 @@ SAMPLING = "sampling"
 NAMES = {  # patterns in the names of kernels, the first that matches counts
     "rotary": r"rotary|rope|rotate",
     "store_kvcache": r"store_kernel|store_kvcache",
-    "attention": r"prefill_kernel|split_decode|_splits_kernel|flash|fmha|attention",
+    "attention": r"prefill_kernel|split_decode|_splits_kernel|flash|fmha|attention|^(index_scores|choose|sparse)_k",
     "experts": r"route_kernel|group_kernel|grouped_linear|combine_kernel",
     "recurrent": r"^(conv_sequence|conv_other_tokens|delta_rule|scan)_kernel",
     "linear": r"linear_kernel|add_parts_kernel|gemm|gemv|nvjet|cutlass|xmma|cublas|splitk",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from benchmarks.limits.model_shape import ModelShape
 
-__all__ = ["FULL", "TINY", "RecurrentShape", "Sizes", "TokenLengths"]
+__all__ = ["FULL", "TINY", "LatentSizes", "RecurrentShape", "Sizes", "TokenLengths"]
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,26 @@ class RecurrentShape:
     scan: tuple[int, int, int, int]
 
 
+@dataclass(frozen=True)
+class LatentSizes:
+    """Sizes of sparse latent attention: of a rank's heads, of a token's latent, and of the indexer."""
+
+    num_heads: int
+    rank: int
+    rope_dim: int
+    index_heads: int
+    index_dim: int
+    top_k: int
+
+
 QWEN3_0_6B = ModelShape(1024, 3072, 28, 16, 8, 128, 151936)
 QWEN3_8B = ModelShape(4096, 12288, 36, 32, 8, 128, 151936)
 QWEN3_MOE = ModelShape(2048, 8 * 768, 6, 32, 4, 128, 151936, 128, 8)  # 6 of the 48 layers of Qwen3-30B-A3B
 TINY_SHAPE = ModelShape(64, 128, 2, 4, 2, 16, 512)
 TINY_MOE = ModelShape(64, 2 * 48, 2, 4, 2, 16, 512, 6, 2)
 RECURRENT = RecurrentShape((8192, 4), (16, 32, 128, 128), (8, 64, 64, 128))  # of Qwen3-Next, and Nemotron 3 Nano's scan
+LATENT = LatentSizes(16, 512, 64, 64, 128, 2048)  # of DeepSeek V3.2, an eighth of its heads
+TINY_LATENT = LatentSizes(4, 32, 16, 8, 32, 16)
 TINY_RECURRENT = RecurrentShape((40, 3), (2, 4, 16, 24), (2, 4, 12, 16))
 
 
@@ -66,6 +80,7 @@ class Sizes:
         profiled: (sequences, context) of the decode steps that are profiled.
         recurrent: sizes of the recurrent layers that are checked and timed.
         recurrent_prefills: (prompts, tokens of each) that they are timed with.
+        latent: sizes of the latent attention that is checked, and timed with ``timed_attention``.
     """
 
     models: dict[str, ModelShape]
@@ -88,6 +103,7 @@ class Sizes:
     profiled: tuple[tuple[int, int], ...]
     recurrent: RecurrentShape
     recurrent_prefills: tuple[tuple[int, int], ...]
+    latent: LatentSizes
 
 
 FULL = Sizes(
@@ -111,6 +127,7 @@ FULL = Sizes(
     profiled=((1, 1024), (64, 1024), (256, 1024)),
     recurrent=RECURRENT,
     recurrent_prefills=((1, 8192), (16, 512)),
+    latent=LATENT,
 )
 TINY = Sizes(
     models={"0.6b": TINY_SHAPE, "8b": TINY_SHAPE, "moe": TINY_MOE},
@@ -133,4 +150,5 @@ TINY = Sizes(
     profiled=((2, 24),),
     recurrent=TINY_RECURRENT,
     recurrent_prefills=((1, 40), (2, 24)),
+    latent=TINY_LATENT,
 )

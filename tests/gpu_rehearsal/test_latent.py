@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.gpu.floors import Limits
+from benchmarks.gpu.parts import latent as check
+from benchmarks.gpu.sizes import TINY
 from engine.errors import ConfigError
 from kernels.attention.triton import indexer, sparse
 from kernels.attention_metadata import AttentionMetadata
@@ -190,3 +194,22 @@ def test_positions_that_a_graph_does_not_follow(
 
     monkeypatch.setattr(indexer, "_places", uncaptured)
     assert answers(generate(start(gpu, case[1], **GRAPHS), SCENARIO)) != case[2]
+
+
+# --- the check of a GPU -----------------------------------------------------------------------------------------------
+
+
+def test_the_part_of_the_check(gpu: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It launches every kernel of latent attention, and finds no fault."""
+    generator, faults = torch.Generator, list[str]()
+    monkeypatch.setattr(torch, "Generator", lambda device=None: generator())  # that of a GPU asks the driver
+    monkeypatch.setattr(check, "serving_cases", lambda context: [])
+    monkeypatch.setattr(check, "captured", lambda launch, device: launch)
+    monkeypatch.setattr(check, "median_seconds", lambda launch, device: launch() is None or 1.0)
+    part: Any = SimpleNamespace(
+        device=torch.device("cuda", 0), on_gpu=True, sizes=TINY, limits=Limits(copy_gb_s=1.0, bf16_tflop_s=1.0)
+    )
+    part.fault, part.record = faults.append, lambda *_: None
+    check.run(part)
+    assert not faults
+    assert set(gpu.launches.counts) >= DENSE | SPARSE

@@ -32,6 +32,7 @@ CORRECTNESS: tuple[Part, ...] = (
     _part("tokens_experts",   "tokens:run",                     31, 100, dtype="bfloat16", kind="experts"),
     _part("recurrent",        "recurrent:run",                  16,  90, "limits"),
     _part("tokens_recurrent", "tokens:run",                     31, 110, dtype="bfloat16", kind="recurrent"),
+    _part("latent",           "latent:run",                     30, 100, "limits"),
     _part("tokens_float32",   "tokens:run",                     20,  90, dtype="float32"),
     _part("sampling",         "sampling:run",                   38,  90, "limits"),
     _part("linear_speed",     "linear_speed:run",                8,  60, "limits"),
