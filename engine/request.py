@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Final
 
 from msgspec import Struct
 
@@ -18,7 +19,9 @@ from engine.kv.prefix_hash import root_hash
 from engine.pooling.params import PoolingParams
 from engine.sampling_params import SamplingParams
 
-__all__ = ["EngineRequest", "KVSource", "PromptValidator", "RequestValidator"]
+__all__ = ["MAX_RETENTION", "EngineRequest", "KVSource", "PromptValidator", "RequestValidator"]
+
+MAX_RETENTION: Final = 3
 
 
 class KVSource(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -51,6 +54,8 @@ class EngineRequest(Struct, frozen=True, array_like=True, forbid_unknown_fields=
         prediction_token_ids: what the client expects as the answer. It makes drafts, and changes no answer.
         pooling: what is wanted of the prompt's hidden states, from an engine that generates nothing; None: an answer.
         kv_source: from which the engine may read the KV of the prompt's beginning; None: it computes what it lacks.
+        retention: how long its cached blocks are worth keeping after it, 0 to ``MAX_RETENTION``: so often they are
+            spared when they would be evicted.
     """
 
     request_id: str
@@ -63,6 +68,7 @@ class EngineRequest(Struct, frozen=True, array_like=True, forbid_unknown_fields=
     prediction_token_ids: list[int] = []
     pooling: PoolingParams | None = None
     kv_source: KVSource | None = None
+    retention: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -249,6 +255,9 @@ class RequestValidator(PromptValidator):
             raise RequestError("need a tokenizer here", param="bad_words", remedy="give bad_words_token_ids")
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise RequestError("must be an integer", param="priority", value=priority)
+        if type(request.retention) is not int or not 0 <= request.retention <= MAX_RETENTION:
+            problem = f"must be an integer from 0 to {MAX_RETENTION}"
+            raise RequestError(problem, param="retention", value=request.retention)
         self.check_cache_key(request)
 
     def _check_num_sequences(self, num_prompt_tokens: int, params: SamplingParams) -> None:

@@ -251,7 +251,13 @@ class PromptBuilder:
         self, token_ids: list[int], body: GenerationRequest, param: str, predicted: Sequence[int] = ()
     ) -> Prompt:
         self._validator.check_prompt(token_ids, param)
-        request = EngineRequest("", token_ids, cache_salt=body.cache_salt or "", prediction_token_ids=list(predicted))
+        request = EngineRequest(
+            "",
+            token_ids,
+            cache_salt=body.cache_salt or "",
+            prediction_token_ids=list(predicted),
+            retention=body.retention,
+        )
         self._validator.check_cache_key(request)
         root, block_size = request.cache_root(self.info.model), self.info.block_size
         return Prompt(request, hash_blocks(token_ids, block_size, root), root=root, block_size=block_size)

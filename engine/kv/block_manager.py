@@ -262,11 +262,20 @@ class BlockManager:
         release, blocks = self.pool.release, self.pool.blocks
         for block_id in reversed(sequence.block_table):
             release(blocks[block_id])
+        if retention := sequence.group.request.retention:
+            self._retain_longer(sequence.block_table, retention)
         sequence.block_table = []
         sequence.content_ids = []
         sequence.num_matched_tokens = 0
         sequence.num_computed_tokens = 0
         sequence.next_block_boundary = 0
+
+    def _retain_longer(self, block_ids: GenericSequence[int], retention: int) -> None:
+        """Mark blocks, and what hangs on them, as worth keeping; those that are not published stay as they are."""
+        for block_id in block_ids:
+            self.pool.retain_longer(self.pool.blocks[block_id], retention)
+            for attached in self.attached:
+                attached.retain_longer(block_id, retention)
 
     def release_swapped(self, sequence: Sequence) -> None:
         """Release what a swapped sequence has on the host."""

@@ -9,6 +9,11 @@ A block holds the K and V of ``block_size`` tokens for all layers. It is in exac
 The pool knows blocks and numbers. PrefixCache records which prefix a block holds; BlockManager records which sequences
 use it. PrefixCache publishes a block by setting ``Block.block_hash``. A published block becomes a cached one when its
 last user releases it.
+
+A cached block may have been marked as worth keeping: its retention. Instead of being evicted it is spared, as if it had
+been used just then, as often as its retention says, and then evicted as any other. So it outlives blocks that are not
+marked, but not for long if it is not used, and blocks that all are marked are evicted in the order of their use. This
+is generalized CLOCK (Smith, 1978) on the order of use.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ class Block:
     block_hash: int | None = None  # the chained hash under which the block is published
     token_bytes: bytes = b""  # its token ids, packed as prefix_hash packs them
     parent: int | str = ""  # content id of the previous block, or the cache salt for a first block
+    retention: int = 0  # how often it is spared when it would be evicted
     content_id: int = -1  # identity of (parent, tokens): equal for equal prefixes, never reused for another prefix
 
     def holds(self, token_bytes: bytes, parent: int | str) -> bool:
@@ -37,11 +43,11 @@ class Block:
     def copy_content(self, other: Block) -> None:
         """Mark the block as holding what another one holds, under the same hash."""
         self.block_hash, self.token_bytes, self.parent = other.block_hash, other.token_bytes, other.parent
-        self.content_id = other.content_id
+        self.content_id, self.retention = other.content_id, other.retention
 
     def forget_content(self) -> None:
         """Mark the block as not published."""
-        self.block_hash, self.token_bytes, self.parent, self.content_id = None, b"", "", -1
+        self.block_hash, self.token_bytes, self.parent, self.content_id, self.retention = None, b"", "", -1, 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +76,7 @@ class BlockPool:
         self.num_released = 0
         self._free = deque(range(num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()
+        self._num_spared: dict[int, int] = {}  # of cached and used blocks: how often each was spared
         self._num_shared = 0
 
     @property
@@ -82,11 +89,21 @@ class BlockPool:
         """Blocks that ``take`` can give before a cached one must be evicted."""
         return len(self._free)
 
-    @property
-    def least_recently_used(self) -> Block:
-        """The cached block that is evicted next."""
+    def choose_evicted(self) -> Block:
+        """Return the cached block to evict next: the least recently used one, after those that are spared for once."""
         assert self._cached, "the pool cannot hold what is scheduled: no block is free or cached"
-        return self.blocks[next(iter(self._cached))]
+        while True:
+            block = self.blocks[next(iter(self._cached))]
+            if not block.retention or self._num_spared.get(block.block_id, 0) >= block.retention:
+                return block
+            self._num_spared[block.block_id] = self._num_spared.get(block.block_id, 0) + 1
+            self._cached.move_to_end(block.block_id)
+
+    def retain_longer(self, block: Block, retention: int) -> None:
+        """Mark a published block, or page, as worth keeping; the highest retention counts, from now on."""
+        if retention and block.block_hash is not None:
+            block.retention = max(block.retention, retention)
+            self._num_spared.pop(block.block_id, None)
 
     def counts(self) -> BlockCounts:
         """Return the number of blocks in each state."""
@@ -122,6 +139,7 @@ class BlockPool:
         elif block.ref_count == 0:
             self.num_released += 1
             if block.block_hash is None:
+                self._num_spared.pop(block.block_id, None)
                 self._free.append(block.block_id)
             else:
                 self._cached[block.block_id] = None
@@ -129,12 +147,14 @@ class BlockPool:
     def uncache(self, block: Block) -> None:
         """Move a cached block, whose content is no longer published, to the free blocks."""
         del self._cached[block.block_id]
+        self._num_spared.pop(block.block_id, None)
         self._free.append(block.block_id)
 
     def expire(self, block: Block) -> None:
-        """Make a block the least recently used one, if it is a cached one."""
+        """Make a block the one that is evicted next, if it is a cached one."""
         if block.block_id in self._cached:
             self._cached.move_to_end(block.block_id, last=False)
+            self._num_spared[block.block_id] = block.retention
 
     def check_integrity(self, num_users: Counter[int]) -> None:
         """Assert that every block is in one state, given how many block tables list each block."""
@@ -151,4 +171,8 @@ class BlockPool:
         assert cached == published - used.keys(), f"in the wrong list: {cached ^ (published - used.keys())}"
         rest = set(range(len(self.blocks))) - used.keys() - cached
         assert free == rest, f"in the wrong list: {free ^ rest}"
+        spared = {block_id: self.blocks[block_id] for block_id in self._num_spared if block_id in published}
+        wrong = [str(block) for block in spared.values() if self._num_spared[block.block_id] > block.retention]
+        assert not wrong, f"spared more often than their retention says: {wrong}"
+        assert not set(self._num_spared) & free, "a free block counts as spared"
         assert self._num_shared == sum(count > 1 for count in used.values()), "the count of shared is off"

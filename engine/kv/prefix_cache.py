@@ -272,7 +272,7 @@ class PrefixCache:
 
     def _evict(self) -> None:
         """Move the least recently used cached block to the store, or drop it, so that the pool can allocate it."""
-        block = self._pool.least_recently_used
+        block = self._pool.choose_evicted()
         if self._store.num_pages and self._store.store(block, block.block_id):
             for attached in self.attachments:
                 attached.evict(block)

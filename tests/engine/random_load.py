@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from engine.errors import RequestError
 from engine.outputs import EngineOutput
-from engine.request import EngineRequest
+from engine.request import MAX_RETENTION, EngineRequest
 from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput, StepTimes
 from engine.sequence import Sequence
 from engine.worker.runner import ComputedStep
@@ -71,6 +71,7 @@ class RandomLoad:
                     priority=arrival.priority,
                     cache_salt=arrival.salt,
                     client=str(len(self.requests) % 3),
+                    retention=len(prompt) % (MAX_RETENTION + 1),
                 )
             )
         except RequestError:

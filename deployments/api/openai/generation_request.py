@@ -19,6 +19,7 @@ from deployments.errors import ApiError
 from engine.errors import RequestError, shown
 from engine.options.structured_outputs import StructuredOutputsParams
 from engine.options.thinking_budget import ThinkingBudget
+from engine.request import MAX_RETENTION
 
 __all__ = ["NOT_OFFERED", "GenerationRequest", "StreamOptions", "Words"]
 
@@ -69,6 +70,8 @@ class GenerationRequest(JsonBody):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None  # only says that the prompt comes again
+    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
     priority: Int64 = 0
     request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     user: str | None = None
@@ -90,6 +93,13 @@ class GenerationRequest(JsonBody):
     truncation_side: Literal["left", "right"] | None = None  # where tokens are cut off: left if it is None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
+
+    @property
+    def retention(self) -> int:
+        """How long the prompt's blocks are worth keeping: ``EngineRequest.retention``."""
+        if self.prompt_cache_retention == "24h":
+            return MAX_RETENTION
+        return int(bool(self.prompt_cache_key or self.prompt_cache_retention))
 
     def check(self) -> None:
         """Reject invalid combinations of fields, and parameters that are not offered.

@@ -22,7 +22,10 @@ _PASSED_ON = (
     *("skip_special_tokens", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "cache_salt"),
     *("priority", "structured_outputs", "chat_template_kwargs", "documents", "thinking_token_budget"),
 )
-_SAME = ("model", "stream", "temperature", "top_p", "parallel_tool_calls", "presence_penalty", "frequency_penalty")
+_SAME = (
+    *("model", "stream", "temperature", "top_p", "parallel_tool_calls", "presence_penalty", "frequency_penalty"),
+    *("prompt_cache_key", "prompt_cache_retention"),
+)
 _FIELD_NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",

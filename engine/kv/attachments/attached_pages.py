@@ -119,7 +119,7 @@ class AttachedPages:
         """Allocate a page; if no page is free, an unlikely one is lost, or else the least recently used cached one."""
         if not self.pages.num_uncached:
             unlikely = next(iter(self._unlikely), None)
-            page = self.pages.least_recently_used if unlikely is None else self.pages.blocks[unlikely]
+            page = self.pages.choose_evicted() if unlikely is None else self.pages.blocks[unlikely]
             assert page.block_hash is not None
             self._save(self._blocks[page.block_hash])
             self.detach(page.block_hash)
@@ -149,6 +149,11 @@ class AttachedPages:
             self._unlikely.pop(page.block_id, None)
             self.pages.retain(page)
             self.pages.release(page)
+
+    def retain_longer(self, block_id: int, retention: int) -> None:
+        """Mark the cached page of a block, if it has one, as worth keeping."""
+        if (page := self.by_block.get(block_id)) is not None:
+            self.pages.retain_longer(page, retention)
 
     def release(self, block_id: int, *, is_likely: bool = True) -> None:
         """Remove a user of a block's page; without users it stays cached if the block is published.

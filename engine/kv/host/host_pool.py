@@ -99,6 +99,7 @@ class HostPool(BlockStore):
         page = None if block_hash is None else self.by_name.get(block_hash)
         if page is not None:
             self.pages.retain(page)
+            self.pages.retain_longer(page, 0 if block is None else block.retention)
             return page
         if not self.pages.num_uncached:
             self._evict()
@@ -178,7 +179,7 @@ class HostPool(BlockStore):
 
     def _evict(self) -> None:
         """Forget the least recently used page, so that it can be allocated."""
-        page = self.pages.least_recently_used
+        page = self.pages.choose_evicted()
         assert page.block_hash is not None
         block_hash = page.block_hash
         self.discard(block_hash)

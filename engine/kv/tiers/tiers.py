@@ -202,4 +202,4 @@ class Tiers(EngineObserver):
         self.fetching.started([group])
         if self._saver is not None and rejection is None:
             for sequence in group.sequences:
-                self._saver.add(self.chain(sequence.token_ids, sequence.cache_key))
+                self._saver.add(self.chain(sequence.token_ids, sequence.cache_key), group.request.retention)

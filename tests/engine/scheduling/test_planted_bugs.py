@@ -47,7 +47,7 @@ from tests.engine.scheduling.planted_bugs import Plant, assert_found
 
 def test_a_stale_hash_entry_that_serves_a_foreign_prefix_is_detected() -> None:
     def evict_but_stay_published(cache: PrefixCache) -> None:
-        cache._pool.uncache(cache._pool.least_recently_used)
+        cache._pool.uncache(cache._pool.choose_evicted())
 
     assert_found(
         lambda patch: patch.setattr(PrefixCache, "_evict", evict_but_stay_published),

@@ -292,10 +292,10 @@ class DiskTier:
             self._on_changed()
         on_done()
 
-    def touch(self, chain: TokenChain) -> None:
-        """Count all pages of a text as used now."""
+    def touch(self, chain: TokenChain, retention: int) -> None:
+        """Count all pages of a text as used now; they are spared as often as ``retention`` says."""
         for index in self._indices:
-            index.touch(chain.digest(block) for block in reversed(range(chain.num_blocks)))
+            index.touch((chain.digest(block) for block in reversed(range(chain.num_blocks))), retention)
 
     # --- the whole ----------------------------------------------------------------------------------------------
 

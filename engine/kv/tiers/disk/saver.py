@@ -37,7 +37,7 @@ class Saver:
         self._disk = disk
         self._pages = pages
         self._departures = departures
-        self._texts: deque[TokenChain] = deque()
+        self._texts: deque[tuple[TokenChain, int]] = deque()  # and their retention
         self._position = 0  # of the first text: blocks before it are written, or cannot be
         self._generation = 0
         self._is_waiting = False  # for a lease, or for a write
@@ -48,12 +48,12 @@ class Saver:
         """Whether anything is still to be written."""
         return self._is_waiting or bool(self._texts)
 
-    def add(self, chain: TokenChain) -> None:
-        """Save the blocks of a text, as far as memory holds them."""
+    def add(self, chain: TokenChain, retention: int) -> None:
+        """Save the blocks of a text, as far as memory holds them; they are spared as often as ``retention`` says."""
         if self._disk.is_on and chain.num_blocks:
             if len(self._texts) == _MAX_TEXTS:
                 del self._texts[1]  # the first one is being saved
-            self._texts.append(chain)
+            self._texts.append((chain, retention))
             self._go_on()
 
     def reset(self) -> None:
@@ -64,7 +64,7 @@ class Saver:
     def _go_on(self) -> None:
         """Lease the next blocks that the disk lacks, unless others are being written."""
         while self._texts and not self._is_waiting:
-            chain = self._texts[0]
+            chain, retention = self._texts[0]
             if not self._position:
                 self._generation = self._disk.next_generation()
             first = self._first_lacking(chain) if self._disk.is_on else None
@@ -74,7 +74,7 @@ class Saver:
                 if self._departures.lease(chain, first, num_blocks, self._ready, timeout_s=_LEASE_S):
                     return
                 self._is_waiting = False  # host memory is full of other leases
-            self._disk.touch(chain)
+            self._disk.touch(chain, retention)
             self._next_text()
 
     def _next_text(self) -> None:

@@ -1,7 +1,8 @@
 """SlotIndex: which slot of the disk cache holds which page of one kind, and which slot is written next.
 
 The least recently used page is dropped when a slot is needed. Of a text, the end counts as used earlier than the
-beginning, without which the end cannot be used. Slots that are being read or written stay as they are.
+beginning, without which the end cannot be used. Slots that are being read or written stay as they are. A page that is
+marked as worth keeping is spared a few times, as a block of memory is (block_pool.py); a restart forgets the mark.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ class SlotIndex:
         self.num_slots = num_slots
         self._slots: OrderedDict[bytes, int] = OrderedDict()  # by digest, the least recently used one first
         self._hashes: dict[bytes, int] = {}
+        self._retention: dict[bytes, int] = {}  # how often pages are still spared
         self._free = list(range(num_slots - 1, -1, -1))
         self._pins: Counter[int] = Counter()
         self._writing: dict[bytes, int] = {}
@@ -62,12 +64,20 @@ class SlotIndex:
         """
         dropped = None
         if not self._free:
-            oldest = next((name for name, slot in self._slots.items() if not self._pins[slot]), None)
-            if oldest is None:
+            if (oldest := self._choose_dropped()) is None:
                 return None
             dropped = self.drop(oldest)
         self._writing[digest] = slot = self._free.pop()
         return slot, dropped
+
+    def _choose_dropped(self) -> bytes | None:
+        """Return the page to drop next; None if all are being read."""
+        while True:
+            oldest = next((name for name, slot in self._slots.items() if not self._pins[slot]), None)
+            if oldest is None or not self._retention.get(oldest):
+                return oldest
+            self._retention[oldest] -= 1
+            self._slots.move_to_end(oldest)
 
     def commit(self, digest: bytes, block_hash: int) -> None:
         """Take notice that a page was written."""
@@ -87,6 +97,7 @@ class SlotIndex:
             self._orphans.add(slot)
         else:
             self._free.append(slot)
+        self._retention.pop(digest, None)
         return self._hashes.pop(digest)
 
     def pin(self, digest: bytes) -> int | None:
@@ -105,16 +116,24 @@ class SlotIndex:
                 self._orphans.remove(slot)
                 self._free.append(slot)
 
-    def touch(self, digests: Iterable[bytes]) -> None:
-        """Count pages as used now, the last one as the latest."""
+    def touch(self, digests: Iterable[bytes], retention: int = 0) -> None:
+        """Count pages as used now, the last one as the latest.
+
+        Args:
+            digests: of the pages.
+            retention: how often they are spared from now on, if that is more often than before.
+        """
         for digest in digests:
             if digest in self._slots:
                 self._slots.move_to_end(digest)
+                if retention:
+                    self._retention[digest] = max(retention, self._retention.get(digest, 0))
 
     def check_integrity(self) -> None:
         """Assert that each slot is in one state."""
         held = [*self._slots.values(), *self._writing.values()]
         assert len(set(held)) == len(held), "a slot holds two pages"
+        assert self._retention.keys() <= self._slots.keys(), "a page is kept that is lost"
         assert self._slots.keys() == self._hashes.keys(), "a page has no hash"
         assert len(set(self._free)) == len(self._free), "a slot is twice in the free list"
         assert set(self._free).isdisjoint(held), "a free slot holds a page"

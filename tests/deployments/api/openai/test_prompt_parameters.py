@@ -206,3 +206,25 @@ def test_tokenize_counts_tools_and_options_of_the_template(parsed: TestClient, e
     ids = _prompt(parsed, engines, **body)
     assert parsed.post("/tokenize", json=body).json()["tokens"] == ids
     assert len(ids) > parsed.post("/tokenize", json={"messages": [USER]}).json()["count"]
+
+
+@pytest.mark.parametrize(
+    ("hints", "retention"),
+    [
+        ({}, 0),
+        ({"prompt_cache_key": ""}, 0),
+        ({"prompt_cache_key": "an agent's session"}, 1),
+        ({"prompt_cache_retention": "in_memory"}, 1),
+        ({"prompt_cache_key": "k", "prompt_cache_retention": "24h"}, 3),
+    ],
+)
+def test_hints_say_how_long_a_prompt_is_worth_keeping(
+    hints: dict[str, str], retention: int, client: TestClient, engines: FakeEngines
+) -> None:
+    plain = _prompt(client, engines, messages=[USER])
+    assert _prompt(client, engines, messages=[USER], **hints) == plain
+    assert engines.calls[-1][0].retention == retention
+    assert engines.calls[-1][0].cache_key == ""
+    _prompt(client, engines, "completions", prompt="the cache", **hints)
+    assert engines.calls[-1][0].retention == retention
+    assert _error(client, messages=[USER], prompt_cache_retention="1h")["param"] == "prompt_cache_retention"

@@ -213,8 +213,10 @@ def test_the_form_of_the_text(client: TestClient, engines: FakeEngines) -> None:
 
 
 def test_parameters_of_vllm(client: TestClient, engines: FakeEngines) -> None:
-    post(client, top_k=3, min_p=0.1, seed=7, stop=["x"], cache_salt="salt", priority=2, min_tokens=1)
+    hint = {"prompt_cache_retention": "24h"}
+    post(client, top_k=3, min_p=0.1, seed=7, stop=["x"], cache_salt="salt", priority=2, min_tokens=1, **hint)
     request = engines.calls[0][0]
+    assert request.retention == 3
     assert (request.params.top_k, request.params.min_p, request.params.seed) == (3, 0.1, 7)
     assert (request.cache_salt, request.priority) == ("salt", 2)
 
