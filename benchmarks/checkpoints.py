@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-__all__ = ["SHAPES", "quantize_to_fp8", "write_checkpoint"]
+__all__ = ["SHAPES", "keep_layers", "quantize_to_fp8", "write_checkpoint"]
 
 _QWEN3_0_6B: dict[str, Any] = {
     "model_type": "qwen3",
@@ -123,6 +124,21 @@ def quantize_to_fp8(directory: Path) -> None:
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [_BLOCK, _BLOCK]}
     (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def keep_layers(source: str | Path, directory: str | Path, count: int) -> None:
+    """Write a checkpoint, of one file, with only its first ``count`` layers, and with its tokenizer."""
+    source, directory = Path(source), Path(directory)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config["num_hidden_layers"] = count
+    if "layer_types" in config:
+        config["layer_types"] = config["layer_types"][:count]
+    shutil.copytree(source, directory, dirs_exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    tensors = load_file(source / "model.safetensors")
+    indices = {name: int(name.split(".layers.")[1].split(".")[0]) for name in tensors if ".layers." in name}
+    kept = {name: tensor for name, tensor in tensors.items() if indices.get(name, 0) < count}
+    save_file(kept, directory / "model.safetensors", {"format": "pt"})
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:

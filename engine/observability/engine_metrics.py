@@ -14,14 +14,18 @@ from time import monotonic
 from engine.errors import OverloadedError, RequestError
 from engine.kv.block_manager import BlockManager
 from engine.observability.metrics import (
+    ACCEPTED_AT,
     ACCEPTED_TOKENS,
     BLOCKS_EVICTED,
     CACHE_HITS,
     CACHE_QUERIES,
     DECODE_TIME,
     DRAFT_TOKENS,
+    DRAFTED_AT,
+    DRAFTING_SECONDS,
     DRAFTS,
     E2E_LATENCY,
+    EMITTED_TOKENS,
     ENGINE_INFO,
     ENGINE_START_TIME,
     GENERATION_TOKENS,
@@ -41,6 +45,7 @@ from engine.observability.metrics import (
     REQUESTS_SWAPPED,
     REQUESTS_WAITING,
     RESUMED_TOKENS,
+    SAVED_STEPS,
     STATE_SLOTS,
     STEP_SECONDS,
     STEP_TOKENS,
@@ -51,12 +56,16 @@ from engine.observability.metrics import (
     MetricSink,
 )
 from engine.observability.observer import EngineObserver
+from engine.options.speculative_config import MAX_DRAFT_TOKENS
 from engine.outputs import FinishReason, RequestTiming
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.scheduler_output import SchedulerOutput, StepTimes
 from engine.sequence import Sequence, SequenceGroup, SequenceStatus
 
 __all__ = ["EngineMetrics"]
+
+# Of a draft token, by its index.
+_POSITIONS = [*map(str, range(1, 9)), *["9-16"] * 8, *["17+"] * (MAX_DRAFT_TOKENS - 16)]
 
 
 @dataclass(slots=True)
@@ -135,8 +144,12 @@ class EngineMetrics(EngineObserver):
             self._sink.increment(GENERATION_TOKENS, generated)
         if output.drafts:
             self._report_drafts(output)
+        for drafter, seconds in output.drafting_seconds.items():
+            self._sink.increment(DRAFTING_SECONDS, seconds, drafter=drafter)
         self._sink.observe(STEP_TOKENS, output.num_tokens)
         self._sink.observe(STEP_SECONDS, times.schedule, phase="schedule")
+        if times.draft:
+            self._sink.observe(STEP_SECONDS, times.draft, phase="draft")
         self._sink.observe(STEP_SECONDS, times.forward, phase="forward")
         self._sink.observe(STEP_SECONDS, times.sample, phase="sample")
         self.state_changed()
@@ -211,5 +224,20 @@ class EngineMetrics(EngineObserver):
             self._sink.increment(DRAFT_TOKENS, count, drafter=drafter)
             if accepted[drafter]:
                 self._sink.increment(ACCEPTED_TOKENS, accepted[drafter], drafter=drafter)
+        for drafter, emitted in Counter(output.proposers[sequence] for sequence in output.num_accepted).items():
+            self._sink.increment(EMITTED_TOKENS, emitted + accepted[drafter], drafter=drafter)
+        self._report_positions(output)
+        if saved := max(output.num_accepted.values(), default=0):
+            self._sink.increment(SAVED_STEPS, saved)
         if generated := accepted.total():
             self._sink.increment(GENERATION_TOKENS, generated)
+
+    def _report_positions(self, output: SchedulerOutput) -> None:
+        drafted, accepted = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+        for sequence, draft in output.drafts.items():
+            places = [(output.proposers[sequence], _POSITIONS[index]) for index in range(len(draft))]
+            drafted.update(places)
+            accepted.update(places[: output.num_accepted.get(sequence, 0)])
+        for metric, counts in ((DRAFTED_AT, drafted), (ACCEPTED_AT, accepted)):
+            for (drafter, position), count in counts.items():
+                self._sink.increment(metric, count, drafter=drafter, position=position)

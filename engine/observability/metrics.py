@@ -143,7 +143,7 @@ REQUEST_PROMPT = Metric("request_prompt_tokens", "histogram", "Prompt tokens of 
 REQUEST_GENERATION = Metric(
     "request_generation_tokens", "histogram", "Tokens generated for a request.", (), TOKEN_BUCKETS
 )
-_DRAFTERS = (("prediction",), ("ngram",), ("suffix",))
+_DRAFTERS = (("prediction",), ("ngram",), ("suffix",), ("draft_model",))
 DRAFTS = Metric(
     "spec_decode_num_drafts",
     "counter",
@@ -165,10 +165,42 @@ ACCEPTED_TOKENS = Metric(
     ("drafter",),
     known=_DRAFTERS,
 )
+DRAFTED_AT = Metric(
+    "spec_decode_num_draft_tokens_per_pos",
+    "counter",
+    "Draft tokens by drafter and position in the draft, from 1: those from 9 and from 17 on are counted together.",
+    ("drafter", "position"),
+)
+ACCEPTED_AT = Metric(
+    "spec_decode_num_accepted_tokens_per_pos",
+    "counter",
+    "Draft tokens that were accepted, by drafter and position in the draft, as spec_decode_num_draft_tokens_per_pos.",
+    ("drafter", "position"),
+)
+EMITTED_TOKENS = Metric(
+    "spec_decode_num_emitted_tokens",
+    "counter",
+    "Tokens that sequences got in steps with a draft: the accepted ones, and one more for each draft; by drafter.",
+    ("drafter",),
+    known=_DRAFTERS,
+)
+SAVED_STEPS = Metric(
+    "spec_decode_saved_steps",
+    "counter",
+    "Further steps that would have given the same tokens: of each step the most tokens accepted for a sequence.",
+    (),
+)
+DRAFTING_SECONDS = Metric(
+    "spec_decode_drafting_seconds",
+    "counter",
+    "Time in which drafts were made, or looked for and not found, by drafter.",
+    ("drafter",),
+    known=_DRAFTERS,
+)
 STEP_SECONDS = Metric(
     "step_seconds",
     "histogram",
-    "Time of one engine step, by phase.",
+    "Time of one engine step, by phase; draft is that of a draft model, if there is one.",
     ("phase",),
     STEP_BUCKETS,
     (("schedule",), ("forward",), ("sample",)),

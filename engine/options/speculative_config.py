@@ -11,7 +11,7 @@ from engine.options.rules import apply_rules, choice, integer, name_or_null, num
 from engine.options.unknown import hint
 from kernels.linear.registry import QUANTIZATIONS
 
-__all__ = ["SpeculativeConfig"]
+__all__ = ["MAX_DRAFT_TOKENS", "SpeculativeConfig"]
 
 MAX_DRAFT_TOKENS = 128
 MAX_NGRAM = 64

@@ -124,7 +124,8 @@ class Drafter:
         if self.model is not None:
             started = perf_counter()
             self._draft_with_model(self.model, undrafted, step, room)
-            step.output.draft_model_seconds = perf_counter() - started
+            seconds = perf_counter() - started
+            step.output.draft_model_seconds = step.output.drafting_seconds["draft_model"] = seconds
 
     def _is_ready(self, step: StepBuilder, index: int) -> bool:
         """Whether a running sequence decodes in this step, and may get a draft."""

@@ -75,10 +75,7 @@ class CpuDraftModel:
         for sequence in lengths:
             while sequence.num_tokens - self._marks.num_computed(sequence) > self._max_pass_tokens:
                 drafts.passes += self.fill({sequence: sequence.num_tokens}).passes
-        chunks = [
-            self._chunk(draft.sequence, [], self._marks.num_computed(draft.sequence), draft.sequence.num_tokens)
-            for draft in growing
-        ]
+        chunks = [self._last_chunk(draft.sequence) for draft in growing]
         while growing:
             started = perf_counter()
             logits = self._compute(chunks, sampling=range(len(chunks)))
@@ -94,6 +91,14 @@ class CpuDraftModel:
                 for draft in growing
             ]
         return drafts
+
+    def _last_chunk(self, sequence: Sequence) -> _Chunk:
+        """Return the tokens of a sequence that it lacks, and the last one in any case: the draft follows its logits.
+
+        The blocks may be those of an ended sequence that began with the same tokens, and have all of them.
+        """
+        end = sequence.num_tokens
+        return self._chunk(sequence, [], min(self._marks.num_computed(sequence), end - 1), end)
 
     def _sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[int | None]:
         """Sample as the large model's tokens are sampled; None where no token can be."""

@@ -18,7 +18,9 @@ from engine.observability.metrics import METRICS, Metric
 from engine.outputs import FinishReason
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
+from engine.scheduling.drafting.proposer import Proposer
 from engine.scheduling.scheduler_output import SampledTokens
+from engine.sequence import Sequence
 from tests.engine.shadow import make_engine, run_all_to_end, run_to_end
 from tests.engine.shadow_model import ShadowProposer
 
@@ -233,8 +235,34 @@ def test_guessed_tokens_and_those_gained_by_them() -> None:
     assert sink.counters[m.DRAFT_TOKENS, "test"] > sink.counters[m.ACCEPTED_TOKENS, "test"]
     assert steps >= sink.counters[m.DRAFTS, "test"] >= sink.counters[m.DRAFT_TOKENS, "test"] / 3 > 10
     assert sink.counters[m.GENERATION_TOKENS] == 109
+    accepted, drafted = ([sink.counters[at, "test", str(i)] for i in (1, 2, 3)] for at in (m.ACCEPTED_AT, m.DRAFTED_AT))
+    assert sum(accepted) == sink.counters[m.ACCEPTED_TOKENS, "test"] == sink.counters[m.SAVED_STEPS]
+    assert sum(drafted) == sink.counters[m.DRAFT_TOKENS, "test"]
+    assert drafted[0] == sink.counters[m.DRAFTS, "test"]
+    assert accepted[0] >= accepted[1] >= accepted[2] > 0
+    emitted = sink.counters[m.EMITTED_TOKENS, "test"]
+    assert emitted == sink.counters[m.ACCEPTED_TOKENS, "test"] + sink.counters[m.DRAFTS, "test"]
+    assert sink.counters[m.DRAFTING_SECONDS, "test"] > 0
     names = {f"pagoda_{metric.name}_total" for metric in (m.DRAFT_TOKENS, m.ACCEPTED_TOKENS)}
     assert names == {"pagoda_spec_decode_num_draft_tokens_total", "pagoda_spec_decode_num_accepted_tokens_total"}
+
+
+class SomeTokens(Proposer):
+    """Proposes as many tokens as it may."""
+
+    def propose(self, sequence: Sequence, limit: int) -> list[int]:
+        return [1] * limit
+
+
+def test_positions_of_long_drafts_are_counted_together() -> None:
+    engine, sink = start(speculative_config={"method": "ngram", "num_speculative_tokens": 30})
+    assert engine.scheduler.drafter is not None
+    engine.scheduler.drafter.proposers = {"test": SomeTokens()}
+    engine.add_request(EngineRequest("a", [1], SamplingParams(temperature=0, max_tokens=33)))
+    engine.step()
+    keys = [key for key in sink.counters if isinstance(key, tuple) and key[0] == m.DRAFTED_AT]
+    drafted = {position: sink.counters[at, drafter, position] for at, drafter, position in keys}
+    assert drafted == dict.fromkeys(map(str, range(1, 9)), 1) | {"9-16": 8, "17+": 14}
 
 
 def test_preemptions_evictions_and_prompts_counted_once() -> None:

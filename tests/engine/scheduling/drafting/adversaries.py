@@ -1,4 +1,4 @@
-"""Proposers for tests that know the answers: adversaries, and the suffix proposer after it has seen them."""
+"""Proposers for tests: adversaries, the suffix proposer after it has seen the answers, and an engine's draft model."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Sequence as GenericSequence
 
 from engine.llm import LLM, RequestOutput
 from engine.options.speculative_config import SpeculativeConfig
+from engine.scheduling.drafting.model_drafting import ModelDrafting
 from engine.scheduling.drafting.proposer import Proposer
 from engine.scheduling.drafting.suffix_proposer import SuffixProposer
 from engine.sequence import Sequence
 
 __all__ = ["PROPOSERS", "Adversary", "let_draft"]
 
-PROPOSERS = ("truth", "wrong", "random", "illegal", "mixed", "suffix")
+PROPOSERS = ("truth", "wrong", "random", "illegal", "mixed", "suffix", "model")
 
 
 class Adversary(Proposer):
@@ -60,9 +61,15 @@ class Adversary(Proposer):
 
 
 def let_draft(llm: LLM, kind: str, answers: GenericSequence[RequestOutput], seed: int = 0) -> None:
-    """Let an engine with ``speculative_config`` draft what an adversary or the suffix proposer proposes."""
+    """Let an engine with ``speculative_config`` draft what an adversary, the suffix proposer or its model proposes."""
     drafter = llm.engine.scheduler.drafter
     assert drafter is not None
+    drafter.model = None
+    if kind == "model":
+        model = llm.engine.runner.draft_model
+        assert model is not None
+        drafter.proposers, drafter.model = {}, ModelDrafting(model, drafter.acceptance)
+        return
     if kind != "suffix":
         drafter.proposers = {"test": Adversary(kind, answers, llm.engine.info.vocab_size, seed)}
         return

@@ -5,18 +5,22 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.checkpoints import keep_layers
 from engine.llm import LLM, RequestOutput
 from engine.options.structured_outputs import StructuredOutputsParams
 from engine.options.thinking_budget import ThinkingBudget
 from engine.outputs import TokenLogprobs
+from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from kernels.cpu.library import library
+from kernels.cpu.linear import has_int8
 from tests.engine.models.test_speculative_generation import DraftCounter
 from tests.engine.oracle import check_idle, make_llm
 from tests.engine.scheduling.drafting.adversaries import PROPOSERS, let_draft
@@ -83,14 +87,25 @@ def params(draw: st.DrawFn) -> SamplingParams:
 
 
 class Engines:
-    """One engine without drafts, and one with drafts for each of ``SETTINGS``."""
+    """One engine without drafts, and one with drafts for each of ``SETTINGS``; the draft model has half its layers.
 
-    def __init__(self, dtype: str) -> None:
+    Args:
+        kind: a dtype, or ``int8`` for weights that are quantized, of both models.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._folder = TemporaryDirectory()
+        quantization = {"quantization": kind} if kind == "int8" else {}
+        shared = {"dtype": "bfloat16" if quantization else kind} | quantization
+
         def load(**options: Any) -> LLM:
             sizes = {} if "num_blocks" in options else {"kv_cache_memory": "8MiB"}
-            return make_llm(DEMO_MODEL, dtype=dtype, skip_tokenizer_init=False, max_model_len=160, **sizes | options)
+            options = shared | options
+            return make_llm(DEMO_MODEL, skip_tokenizer_init=False, max_model_len=160, **sizes | options)
 
-        drafts = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 5}}
+        keep_layers(DEMO_MODEL, self._folder.name, 2)
+        model = {"method": "draft_model", "model": self._folder.name, "num_speculative_tokens": 5} | quantization
+        drafts = {"speculative_config": model}
         self.plain = load()
         self.drafting = {name: load(**options | drafts) for name, options in SETTINGS.items()}
 
@@ -98,10 +113,13 @@ class Engines:
         """End the processes of the engines."""
         for llm in (self.plain, *self.drafting.values()):
             llm.engine.close()
+        self._folder.cleanup()
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=["float32", "bfloat16", pytest.param("int8", marks=pytest.mark.long)])
 def engines(request: pytest.FixtureRequest) -> Iterator[Engines]:
+    if request.param == "int8" and not has_int8():
+        pytest.skip("the processor does not multiply int8")
     engines = Engines(request.param)
     yield engines
     engines.close()
@@ -168,12 +186,13 @@ def test_right_drafts_are_accepted_and_wrong_ones_are_not(engines: Engines, monk
         {"thinking_budget": ThinkingBudget(4, 30), "min_tokens": 16},
     ]
     for kind in kinds:
-        for proposer in ("truth", "wrong", "suffix"):
+        for proposer in ("truth", "wrong", "suffix", "model"):
             drafts.num_drafted = drafts.num_accepted = 0
             check_same(engines, [SamplingParams(**shared | kind)], (proposer,))
             least, most = {
                 "truth": (drafts.num_drafted, drafts.num_drafted),
                 "wrong": (0, 0),
+                "model": (1, drafts.num_drafted - 1),
                 "suffix": (1, drafts.num_drafted),  # of two answers to one prompt, it may follow the other one
             }[proposer]
             assert drafts.num_drafted > 0, (kind, proposer)
@@ -184,6 +203,35 @@ def test_right_drafts_are_accepted_and_wrong_ones_are_not(engines: Engines, monk
 @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 def test_any_parameters_with_any_drafts(engines: Engines, requests: list[SamplingParams], kind: str, seed: int) -> None:
     check_same(engines, requests, (kind,), seed)
+
+
+@pytest.mark.parametrize("kind", ["mixed", "model"])
+def test_an_answer_goes_on_elsewhere(engines: Engines, kind: str) -> None:
+    """Without drafts, then with them, and so on: each engine computes the tokens of the others as a prompt."""
+    requests = [SamplingParams(temperature=0.8, seed=seed, max_tokens=30, ignore_eos=True) for seed in (1, 2)]
+    expected = generate(engines.plain, requests)
+    for llm in engines.drafting.values():
+        let_draft(llm, kind, expected)
+    route = [*engines.drafting.values(), engines.plain, *engines.drafting.values()]
+    for whole, params in zip(expected, requests, strict=True):
+        known: list[int] = []
+        for llm in route:
+            known += _next_tokens(llm, EngineRequest("a", whole.prompt_token_ids, params, output_token_ids=known), 4)
+        assert len(known) >= 4 * len(route)
+        assert known == whole.outputs[0].token_ids[: len(known)]
+
+
+def _next_tokens(llm: LLM, request: EngineRequest, count: int) -> list[int]:
+    """Return the next ``count`` tokens of a request, or a few more, and end it."""
+    llm.engine.queue_request(request)
+    token_ids: list[int] = []
+    while len(token_ids) < count and llm.engine.has_unfinished:
+        token_ids += [token_id for output in llm.engine.step() for token_id in output.token_ids]
+    llm.engine.abort(request.request_id)
+    while llm.engine.has_unfinished:
+        llm.engine.step()
+    check_idle(llm)
+    return token_ids
 
 
 @pytest.mark.long
@@ -201,6 +249,7 @@ def test_two_hundred_requests_with_drafts_from_earlier_answers(
 
 
 @pytest.mark.exhaustive("400 batches of requests in five minutes")
+@pytest.mark.timeout(3600)
 @given(requests=st.lists(params(), min_size=1, max_size=8), kind=st.sampled_from(PROPOSERS), seed=st.integers(0, 99))
 @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 def test_many_parameters_with_any_drafts(
