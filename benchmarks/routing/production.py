@@ -127,9 +127,9 @@ class ProductionPolicy:
         return decision.replica
 
     def _subset(self, request: Request) -> tuple[str, ...]:
-        """Return the replicas of the prompt's group, by rendezvous hashing of its first block."""
-        root, seeds = request.hashes[0] if request.hashes else request.input_tokens, range(1, len(self._subsets) + 1)
-        return self._subsets[max(seeds, key=lambda seed: spread(root ^ spread(seed))) - 1]
+        """Return the replicas of the prompt's group, by rendezvous hashing of its second block."""
+        block = request.hashes[:2][-1] if request.hashes else request.input_tokens
+        return max(enumerate(self._subsets), key=lambda subset: spread(block ^ spread(subset[0])))[1]
 
     def dispatched(self, job: Job, now: float) -> None:
         """Report it to the router of the job's ingress."""

@@ -50,7 +50,7 @@ class Settings:
     network_s: float = 0.002  # from the replica to the ingresses, of events and reports
     loss: float = 0.0  # probability per event batch and report, for each ingress
     num_ingresses: int = 1
-    num_subsets: int = 1  # groups of replicas, of which the first block of a prompt chooses one
+    num_subsets: int = 1  # groups of replicas, of which the second block of a prompt chooses one
     announce: bool = True  # replicas announce the blocks of each request that joins the queue
     host_tokens: int = 0  # of the host tier of each replica
     load_bytes_per_s: float = inf  # from the host tier to the device, during which the engine computes nothing

@@ -5,8 +5,9 @@
   index; and what they come to with all replicas. Replicas compute prompts at 6,500 tokens/s, so they store and evict
   406 blocks of 16 tokens a second, in batches of 2,048 tokens, and report their load ten times a second.
 - *subsets*: the router beyond one ingress's limits. The cluster is cut into groups of equal size; the hash of a
-  prompt's first block says which group it belongs to (rendezvous hashing, so that a change moves few prompts). Mooncake
-  trace, free decodes, the same load per replica; the cost of it is in hits and in time.
+  prompt's second block of 512 tokens says which group it belongs to (rendezvous hashing, so that a change moves few
+  prompts). The first block, a system prompt, is the same in all prompts of this trace: it would choose one group.
+  Mooncake trace, free decodes, the same load per replica; the cost of it is in hits and in time.
 
 Times are the thread's own CPU seconds.
 """
