@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import inf
+from math import inf, log
 from typing import Any
 
 from benchmarks.routing.baselines.registry import BASELINES
@@ -12,7 +12,7 @@ from benchmarks.routing.replica import CPU_STEPS, SHARED_STEPS, Settings
 from benchmarks.routing.runs import GENERATED, OURS, Run, bounds, describe, pooled_figures, run_all, summary
 from benchmarks.routing.simulation import Change
 
-__all__ = ["GOALS", "compare", "generated", "others", "shared_steps", "sweeps", "transfers", "tune"]
+__all__ = ["GOALS", "compare", "generated", "leave_one_out", "others", "shared_steps", "sweeps", "transfers", "tune"]
 
 GOALS = ("least queued tokens", "SGLang-like", "llm-d-like", "LMetric")  # the baselines in the goals
 
@@ -58,6 +58,36 @@ def shared_steps(path: str, seeds: int, processes: int) -> list[dict[str, Any]]:
     for name in (*GOALS, OURS):  # prompts take eight times as long to compute
         rows[f"mooncake, own engine on CPUs: {name}"] = Run(name, "mooncake", path, settings=slow, stretch=8.0)
     return _rows(rows, seeds, processes)
+
+
+def leave_one_out(path: str, processes: int, weights: Sequence[float] = (20.0, 40.0, 80.0)) -> dict[str, Any]:
+    """Return, for each trace, how the constant that the other traces would choose does on it, with shared steps.
+
+    A weight's score on a trace is the mean logarithm of its mean TTFT and mean whole-request time, one seed; the lower
+    the better. The others choose the weight with the lowest sum of scores.
+    """
+    traces = ["mooncake", *GENERATED]
+    runs = [
+        Run(OURS, trace, path, parameters={"first_token_weight": weight}, settings=Settings(steps=SHARED_STEPS))
+        for trace in traces
+        for weight in weights
+    ]
+    keys = [(run.trace, run.parameters["first_token_weight"]) for run in runs]
+    figures = dict(zip(keys, run_all(runs, processes), strict=True))
+    scores = {key: (log(row["ttft_mean"]) + log(row["whole_mean"])) / 2 for key, row in figures.items()}
+    result: dict[str, Any] = {}
+    for trace in traces:
+        sums = {weight: sum(scores[other, weight] for other in traces if other != trace) for weight in weights}
+        result[trace] = {
+            "chosen by the others": min(weights, key=sums.__getitem__),
+            "best": min(weights, key=lambda weight: scores[trace, weight]),
+            "by weight": {str(weight): _chosen(figures[trace, weight]) for weight in weights},
+        }
+    return result
+
+
+def _chosen(figures: dict[str, Any]) -> dict[str, float]:
+    return {name: round(figures[name], 3) for name in ("ttft_mean", "ttft_p90", "whole_mean")}
 
 
 def others(path: str, seeds: int, processes: int, tuned: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:

@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.result_file import write_result
-from benchmarks.routing.experiments import compare, generated, others, shared_steps, sweeps, transfers, tune
+from benchmarks.routing.experiments import (
+    compare,
+    generated,
+    leave_one_out,
+    others,
+    shared_steps,
+    sweeps,
+    transfers,
+    tune,
+)
 from deployments.routing.options import RoutingOptions
 
 __all__ = ["main"]
@@ -28,7 +37,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5, help="spreads of the trace's timestamps")
     parser.add_argument("--other-seeds", type=int, default=5, help="for the baselines that are not in the goals")
     parser.add_argument("--processes", type=int, default=2)
-    parts = ["tune", "compare", "shared", "generated", "sweeps", "others", "transfers"]
+    parts = ["tune", "compare", "shared", "generated", "sweeps", "others", "transfers", "leave one out"]
     parser.add_argument("--parts", nargs="+", default=parts)
     parser.add_argument("--sweep-requests", type=int, default=None, help="number of requests of the trace")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/routing.json"))
@@ -50,9 +59,13 @@ def main() -> None:
             results[part] = transfers(args.trace, args.seeds, args.processes)
         elif part == "sweeps":
             results[part] = sweeps(args.trace, args.processes, args.sweep_requests)
+        elif part == "leave one out":
+            results[part] = leave_one_out(args.trace, args.processes)
         args.out.parent.mkdir(parents=True, exist_ok=True)
         write_result(args.out, results)
-        if part != "tune":
+        if part == "leave one out":
+            print(f"\n{part}\n" + "\n".join(f"{trace}: {row}" for trace, row in results[part].items()), flush=True)
+        elif part != "tune":
             print(f"\n{part}\n" + "\n".join(table(results[part])), flush=True)
     if "compare" in results:
         from benchmarks.routing.plot import plot  # needs matplotlib, the extra `bench`

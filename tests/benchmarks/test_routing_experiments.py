@@ -1,0 +1,29 @@
+"""How the experiments evaluate their runs; the simulator is replaced by a formula."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import exp, log
+from typing import Any
+
+import pytest
+
+from benchmarks.routing import experiments
+from benchmarks.routing.runs import Run
+
+
+def test_a_trace_gets_the_constant_that_the_other_traces_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    best = {"mooncake": 20.0, "no sharing": 40.0, "bursts": 40.0, "agents": 40.0, "documents": 80.0}
+
+    def run_all(runs: Sequence[Run], processes: int) -> list[dict[str, Any]]:
+        assert processes == 2
+        seconds = [exp(abs(log(run.parameters["first_token_weight"] / best[run.trace]))) for run in runs]
+        return [{"ttft_mean": s, "ttft_p90": 2 * s, "whole_mean": 30 * s, "hit": 0.3} for s in seconds]
+
+    monkeypatch.setattr(experiments, "run_all", run_all)
+    result = experiments.leave_one_out("trace.jsonl", 2)
+    assert {trace: row["best"] for trace, row in result.items()} == best
+    assert {row["chosen by the others"] for row in result.values()} == {40.0}
+    assert result["documents"]["by weight"]["40.0"] == {"ttft_mean": 2.0, "ttft_p90": 4.0, "whole_mean": 60.0}
+    best["no sharing"] = best["bursts"] = 80.0
+    assert experiments.leave_one_out("trace.jsonl", 2)["mooncake"]["chosen by the others"] == 80.0
