@@ -41,6 +41,7 @@ __all__ = ["EngineReplica"]
 logger = logging.getLogger("ray.serve")
 
 HANDED_OVER_QUIET_S = 2.0  # without a transfer, after which the streams that were handed over have what they need
+LEAVING_QUIET_S = 0.5  # likewise, after which the neighbours have what only this replica holds
 MAX_LENDING_S = 10.0  # that a replica without requests lends pages before it ends
 ENDING_S = 1.0  # for the rest of a shutdown
 
@@ -151,7 +152,7 @@ class EngineReplica:
                 logger.info("%d unfinished requests are handed over to other replicas", num_handed_over)
             if self._transfer is not None:
                 left_s = grace.seconds - (asyncio.get_running_loop().time() - began)
-                quiet_s = HANDED_OVER_QUIET_S if num_handed_over else 0.0
+                quiet_s = HANDED_OVER_QUIET_S if num_handed_over else LEAVING_QUIET_S
                 await asyncio.to_thread(self._transfer.drain, quiet_s, min(MAX_LENDING_S, left_s - ENDING_S))
             self._stats_line.stop()
             self._exporter.stop()

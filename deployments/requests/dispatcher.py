@@ -16,9 +16,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from math import inf
 from time import monotonic, perf_counter
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -29,6 +30,7 @@ from deployments.observability.ingress_metrics import (
     ingress_recorder,
 )
 from deployments.requests.background_gate import BACKGROUND_PRIORITY, BackgroundGate
+from deployments.requests.hot_texts import HotTexts
 from deployments.requests.replication import Replication
 from deployments.requests.stall_watch import StallWatch
 from deployments.routing.cluster_view import ClusterView
@@ -77,6 +79,7 @@ class Dispatcher:
         self._wake = wake
         self._max_requests = max_requests
         self.replication = Replication(view, kv_replication, self._send_copy)
+        self._hot_texts = HotTexts(view, self._send_copy)
         self._watch = StallWatch(view, stall_timeout_s=stall_timeout_s)
         self._waiting: dict[Dispatch, None] = {}  # the first to send first
         self._full_until: dict[str, float] = {}  # replica -> time of the event loop
@@ -90,7 +93,12 @@ class Dispatcher:
     def start(self) -> None:
         """Connect to the replicas in the view, now and whenever they change. Call it on the event loop of requests."""
         self._loop = asyncio.get_running_loop()
-        self._links = Links(on_change=self._send_waiting, on_returned=self._take_back)
+        self._links = Links(
+            on_change=self._send_waiting,
+            on_returned=self._take_back,
+            on_left=self._replica_left,
+            on_joined=self._hot_texts.replica_joined,
+        )
         self._view.watch(self._links.set_replicas)
 
     def close(self) -> None:
@@ -138,6 +146,10 @@ class Dispatcher:
         assert self._links is not None
         return self.replication.copy(dispatch, hashes, output, self._links.ready)
 
+    def _replica_left(self, name: str, metadata: Mapping[str, Any]) -> None:
+        assert self._links is not None
+        self._hot_texts.replica_left(name, metadata, self._links.ready)
+
     def _send_copy(self, replica: str, order: CopyOrder) -> None:
         assert self._links is not None
         self._links[replica].copy(order)
@@ -183,6 +195,7 @@ class Dispatcher:
             dispatch.fail(error)
         else:
             self._view.sent(dispatch, decision)
+            self._hot_texts.sent(dispatch)
             if is_background:
                 dispatch.deadline = self._loop.time() + self.request_timeout_s
                 self.background.sent(dispatch, num_others)

@@ -25,7 +25,7 @@ from deployments.routing.cost import PromptBlocks
 from deployments.routing.options import RoutingOptions
 from deployments.routing.policy import Decision, RoutingPolicy
 from deployments.routing.recently_routed import RecentlyRouted, RoutedRequest
-from deployments.routing.source_finder import CopyTarget, SourceFinder
+from deployments.routing.source_finder import CopyTarget, Holding, SourceFinder
 from deployments.routing.state import RoutingState
 from deployments.transport.kv_events.subscriber import KVEventSubscriber
 from deployments.transport.replica_metadata import BLOCK_SIZE, ENDPOINT
@@ -198,8 +198,17 @@ class ClusterView:
             candidates: replicas that can be asked.
         """
         with self._lock:
-            num_cached_blocks = self._index.num_cached_blocks(hashes)
-            return self._sources.copy_target(dispatch, hashes, num_cached_blocks, candidates, self.routing.block_size)
+            return self._sources.copy_target(dispatch, hashes, candidates, self.routing.block_size)
+
+    def most_similar(self, hashes: Sequence[int], candidates: Collection[str]) -> Holding | None:
+        """Return the candidate that holds the most of a text and serves pages, and how much; None: there is none."""
+        with self._lock:
+            return self._sources.most_similar(hashes, candidates)
+
+    def source_of(self, hashes: Sequence[int], without: str) -> KVSource | None:
+        """Return a replica, not ``without``, from which all these blocks of a text can be read; None: there is none."""
+        with self._lock:
+            return self._sources.source_of(hashes, without, self.routing.block_size)
 
     def sent(self, dispatch: Dispatch, decision: Decision) -> None:
         """Add a dispatch, which has just been sent to its replica, to the load there.

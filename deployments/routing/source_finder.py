@@ -26,7 +26,7 @@ from deployments.transport.pages.address import PageAddress
 from deployments.transport.request_channel.dispatch import Dispatch
 from engine.request import EngineRequest, KVSource
 
-__all__ = ["CopyTarget", "SourceFinder"]
+__all__ = ["CopyTarget", "Holding", "SourceFinder"]
 
 _MAX_HOLDERS = 3  # that are compared
 _MAX_TRIED = 8
@@ -40,6 +40,13 @@ class CopyTarget(NamedTuple):
     replica: str
     num_held_tokens: int  # of the prompt and the answer, from the first one, that it has reported to hold
     source: KVSource  # the one that computes the answer
+
+
+class Holding(NamedTuple):
+    """A replica, and how many leading blocks of a text it has reported to hold."""
+
+    name: str
+    num_blocks: int
 
 
 class SourceFinder:
@@ -105,7 +112,6 @@ class SourceFinder:
         self,
         dispatch: Dispatch,
         hashes: Sequence[int],
-        num_cached_blocks: Mapping[str, int],
         candidates: Collection[str],
         block_size: int,
     ) -> CopyTarget | None:
@@ -114,21 +120,42 @@ class SourceFinder:
         It is the one that holds the most of it. Replicas that lack hardly more are as good: the answer's id chooses one
         of them, so that not all answers to one shared prompt are copied to the same replica.
         """
-        replicas = self._routing.table.by_name
         if (address := self._addresses.get(dispatch.replica)) is None:
             return None
+        answer = xxhash.xxh64_intdigest(dispatch.request.request_id.encode(errors="replace"))
+        others = [name for name in candidates if name != dispatch.replica]
+        if (holding := self._most_similar(hashes, others, answer)) is None:
+            return None
+        source = KVSource(address.endpoint, address.secret, len(hashes) * block_size)
+        return CopyTarget(holding.name, holding.num_blocks * block_size, source)
+
+    def most_similar(self, hashes: Sequence[int], candidates: Collection[str]) -> Holding | None:
+        """Return the candidate that holds the most of a text: see ``ClusterView.most_similar``."""
+        return self._most_similar(hashes, candidates, hashes[-1])
+
+    def _most_similar(self, hashes: Sequence[int], candidates: Collection[str], text: int) -> Holding | None:
+        """Return the candidate that holds the most of a text; of those that hold hardly less, ``text`` chooses one."""
+        replicas, index = self._routing.table.by_name, self._routing.index
+        cached = index.num_cached_blocks(hashes)
         held = {
-            name: self._routing.index.num_confirmed_blocks(name, hashes, num_cached_blocks.get(name, 0))
+            name: index.num_confirmed_blocks(name, hashes, cached.get(name, 0))
             for name in candidates
-            if name != dispatch.replica and name in self._addresses and not replicas[name].ranks_last
+            if name in self._addresses and not replicas[name].ranks_last
         }
         if not held:
             return None
         least = max(held.values()) - _SIMILAR_BLOCKS
-        answer = xxhash.xxh64_intdigest(dispatch.request.request_id.encode(errors="replace"))
-        name = max((name for name in held if held[name] >= least), key=lambda name: answer ^ replicas[name].seed)
-        num_tokens = len(hashes) * block_size
-        return CopyTarget(name, held[name] * block_size, KVSource(address.endpoint, address.secret, num_tokens))
+        name = max((name for name in held if held[name] >= least), key=lambda name: text ^ replicas[name].seed)
+        return Holding(name, held[name])
+
+    def source_of(self, hashes: Sequence[int], without: str, block_size: int) -> KVSource | None:
+        """Return from where all blocks of a text can be read: see ``ClusterView.source_of``."""
+        index, replicas = self._routing.index, self._routing.table.by_name
+        for name, num_blocks in index.num_cached_blocks(hashes).items():
+            address = None if name == without or replicas[name].ranks_last else self._addresses.get(name)
+            if address is not None and index.num_confirmed_blocks(name, hashes, num_blocks) == len(hashes):
+                return KVSource(address.endpoint, address.secret, len(hashes) * block_size)
+        return None
 
     def _holders(
         self,

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,17 @@ import httpx
 import pytest
 import yaml
 
-from tests.e2e.load import Answer, Clients, Question, Recorded, ask, difference, new_client, record
+from deployments.launcher.dashboard import _serve_api
+from deployments.launcher.direct import direct_urlopen
+from tests.e2e.load import Question, Recorded, ask, difference, new_client, record
 from tests.e2e.losses import num_lost, until_complete
 from tests.e2e.server import Server, by_replica, running_server, write_config
-from tests.waiting import HANG_S, until_async
+from tests.waiting import HANG_S
 
-ENGINES, CLIENTS = 3, 6
-GRACE_S = 3.0
-CHUNKS_BEFORE_LOSS = 200  # of 1,200 tokens
+ENGINES = 3
+GRACE_S = 2.0
+CHUNKS_BEFORE_LOSS = 10  # of 1,200 tokens
+MAX_TRIES = 4  # the last ones are only needed if engines finish streams before a client reads their beginning
 MAX_RECOMPUTED = 0.2  # of the tokens of streams that moved
 HANDOVERS = "pagoda_request_handovers_total"
 
@@ -59,19 +61,16 @@ def asked(restoring: Server) -> Recorded:
     return asyncio.run(record(restoring, _questions(6)))
 
 
-def _deploy(server: Server, directory: Path, engines: int) -> None:
-    """Scale the engines with `serve deploy`."""
+def _scale(server: Server, directory: Path, engines: int) -> None:
+    """Deploy the config with another number of engines, as `serve deploy` does, but without its start."""
     path = write_config(directory / "scaled.yaml", server.port, _change)
     document = yaml.safe_load(path.read_text())
     document["applications"][0]["deployments"] = [{"name": "engine", "num_replicas": engines}]
-    path.write_text(yaml.safe_dump(document))
-    command = [str(Path(sys.executable).with_name("serve")), "deploy", "--address", server.dashboard, str(path)]
-    environment = os.environ | {"RAY_AUTH_MODE": "token"}
-    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=HANG_S)
-
-
-def _answers(asked: Recorded) -> list[Answer]:
-    return [answer for _, answer in asked]
+    request = _serve_api(server.dashboard)
+    request.method, request.data = "PUT", json.dumps(document).encode()
+    request.add_header("Content-Type", "application/json")
+    with direct_urlopen(request, timeout=HANG_S):
+        pass
 
 
 def _moved(server: Server) -> dict[str, float]:
@@ -81,24 +80,30 @@ def _moved(server: Server) -> dict[str, float]:
     return {kv: sum(by_replica(samples, "pagoda_resumed_tokens_total", kv=kv).values()) for kv in kinds}
 
 
-async def test_a_killed_replica_costs_little_of_the_kv_of_its_streams(restoring: Server, asked: Recorded) -> None:
-    await until_complete(restoring, engines=ENGINES, ingresses=1)
-    pids = restoring.live_pids("engine")
-    killed: list[str] = []
+async def _ask_all(server: Server, asked: Recorded, disturb: Callable[[str], Awaitable[None]]) -> None:
+    """Ask everything at once, and call ``disturb`` with a replica that is in the middle of an answer."""
 
-    async def kill(response: httpx.Response, number: int) -> None:
+    async def on_chunk(response: httpx.Response, number: int) -> None:
         if number == CHUNKS_BEFORE_LOSS:
-            killed.append(response.headers["x-pagoda-replica"])
-            os.kill(pids[killed[0]], signal.SIGKILL)
+            await disturb(response.headers["x-pagoda-replica"])
 
-    async with new_client(restoring) as client:
-        asking = [ask(client, question, None if number else kill) for number, (question, _) in enumerate(asked)]
+    async with new_client(server) as client:
+        asking = [ask(client, question, None if number else on_chunk) for number, (question, _) in enumerate(asked)]
         answers = await asyncio.gather(*asking)
-    assert [difference(*pair) for pair in zip(answers, _answers(asked), strict=True) if pair[0] != pair[1]] == []
-    assert len(killed) == 1
-    assert num_lost(restoring) > 0
+    pairs = zip(answers, (expected for _, expected in asked), strict=True)
+    assert [difference(*pair) for pair in pairs if pair[0] != pair[1]] == []
+
+
+async def test_a_killed_replica_costs_little_of_the_kv_of_its_streams(restoring: Server, asked: Recorded) -> None:
+    async def kill(replica: str) -> None:
+        os.kill(restoring.live_pids("engine")[replica], signal.SIGKILL)
+
+    for _ in range(MAX_TRIES):
+        await until_complete(restoring, engines=ENGINES, ingresses=1)
+        await _ask_all(restoring, asked, kill)
+        if num_lost(restoring):
+            break
     moved = _moved(restoring)
-    print("MOVED", moved, num_lost(restoring))
     assert moved["restored"] > 0
     assert moved["recomputed"] <= MAX_RECOMPUTED * sum(moved.values())  # without tiers all would be
 
@@ -106,15 +111,18 @@ async def test_a_killed_replica_costs_little_of_the_kv_of_its_streams(restoring:
 async def test_a_replica_with_a_short_grace_hands_its_streams_over(
     restoring: Server, asked: Recorded, tmp_path: Path
 ) -> None:
-    await until_complete(restoring, engines=ENGINES, ingresses=1)
     lost = num_lost(restoring)
-    async with Clients(restoring, asked, count=CLIENTS).running() as report:
-        await report.until_completed(CLIENTS)
-        await asyncio.to_thread(_deploy, restoring, tmp_path, 1)
-        await until_async(lambda: len(restoring.pids("engine")) == 1, "one engine is left")
-    report.check()
+
+    async def scale_down(replica: str) -> None:
+        await asyncio.to_thread(_scale, restoring, tmp_path, 1)
+
+    for _ in range(MAX_TRIES):
+        await asyncio.to_thread(_scale, restoring, tmp_path, ENGINES)
+        await until_complete(restoring, engines=ENGINES, ingresses=1)
+        await _ask_all(restoring, asked, scale_down)
+        if restoring.total(HANDOVERS):
+            break
     moved = _moved(restoring)
-    print("MOVED", moved, restoring.total(HANDOVERS))
     assert num_lost(restoring) == lost
-    assert restoring.total(HANDOVERS) > 0
+    assert moved["restored"] > 0
     assert moved["recomputed"] <= MAX_RECOMPUTED * sum(moved.values())

@@ -32,6 +32,8 @@ class Links:
     Args:
         on_change: called when a link may take requests that it did not take before.
         on_returned: as in Link.
+        on_left: called with a replica, which has not been lost, when it is no longer listed, and its metadata.
+        on_joined: called with a replica when it takes requests for the first time.
         tick_s: how often connections are kept alive and outputs acknowledged.
 
     Attributes:
@@ -43,10 +45,15 @@ class Links:
         *,
         on_change: Callable[[], None],
         on_returned: Callable[[Dispatch, Exception], None],
+        on_left: Callable[[str, Mapping[str, Any]], None] = lambda name, metadata: None,
+        on_joined: Callable[[str], None] = lambda name: None,
         tick_s: float = 0.5,
     ) -> None:
         self._on_change = on_change
         self._on_returned = on_returned
+        self._on_left, self._on_joined = on_left, on_joined
+        self._metadata: Mapping[str, Mapping[str, Any]] = {}
+        self._joined: set[str] = set()  # that have taken requests
         self._tick_s = tick_s
         self._listed: dict[str, Link] = {}
         self.names: tuple[str, ...] = ()
@@ -104,6 +111,12 @@ class Links:
             if address is not None and name not in self._listed and name not in self._rejected:
                 self._add(name, address)
         self.names = tuple(self._listed)
+        left = [name for name in self._joined if name not in self._listed]
+        was, self._metadata = self._metadata, metadata
+        self._joined.difference_update(left)
+        for name in left:
+            if not any(link.replica == name and link.is_lost for link in self._retired):
+                self._on_left(name, was[name])
         self._on_change()
 
     def _add(self, name: str, address: ReplicaAddress) -> None:
@@ -127,3 +140,7 @@ class Links:
             link.close()
         for link in [*self._listed.values(), *self._retired]:
             link.tick()
+        for name in self.ready:
+            if name not in self._joined:
+                self._joined.add(name)
+                self._on_joined(name)

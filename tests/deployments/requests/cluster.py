@@ -102,14 +102,16 @@ class ReplicaNode(Node):
 class Cluster:
     """An ingress and its replicas. Each replica's block hashes are those of the same model."""
 
-    def __init__(self, path: str, names: str, kv_replication: int | None = None, **options: Any) -> None:
+    def __init__(
+        self, path: str, names: str, kv_replication: int | None = None, stall_timeout_s: float = HANG_S, **options: Any
+    ) -> None:
         self.view = ClusterView()
         self.replicas = {name: ReplicaNode(path, name, self.view, **options) for name in names}
         self.dispatcher = Dispatcher(
             self.view,
             self._wake,
             max_requests=100,
-            stall_timeout_s=HANG_S,
+            stall_timeout_s=stall_timeout_s,
             request_timeout_s=HANG_S,
             kv_replication=kv_replication,
         )
@@ -147,7 +149,7 @@ class Cluster:
         root = request.cache_root(model)
         prompt = Prompt(request, hash_blocks(prompt_ids, BLOCK_SIZE, root), root=root, block_size=BLOCK_SIZE)
         text: Any = FakeText()
-        return Generation(self.dispatcher, request, prompt, text)
+        return Generation(self.dispatcher, request, prompt, text, max_migrations=100)
 
     def serving(self, generation: Generation) -> ReplicaNode:
         """Return the replica that answers now."""

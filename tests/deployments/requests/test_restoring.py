@@ -16,6 +16,7 @@ from tests.deployments.transport.pages.nodes import BLOCK_SIZE, prompt_of, save
 from tests.waiting import HANG_S, until_in_loop
 
 LONG = SamplingParams(temperature=1.0, seed=3, max_tokens=300, ignore_eos=True)
+SHORT = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 OPTIONS = {"num_blocks": 600, "swap_space_gib": 0.05}
 
 
@@ -103,3 +104,52 @@ async def test_a_killed_replica_costs_no_more_than_what_was_not_copied_yet(qwen3
         assert [stream.generation.num_migrations for stream in streams] == [1] * 3
         assert b.count("kv_copied_tokens", "replication") + c.count("kv_copied_tokens", "replication") >= 3 * 180
         assert b.resumed("recomputed") + c.resumed("recomputed") <= 3 * (2 * every + BLOCK_SIZE)
+
+
+async def test_a_half_alive_replica_is_found_by_its_steps_and_writes_nothing_when_it_wakes(qwen3: str) -> None:
+    """It takes requests, answers health checks and reports its load, but it computes nothing."""
+    prompts = [prompt_of(150, seed) for seed in range(3)]
+    async with cluster(qwen3, "ab", kv_replication=32, stall_timeout_s=1.0, **OPTIONS) as running:
+        a, b = running.replicas.values()
+        expected = [await b.answer(prompt, LONG) for prompt in prompts]
+        b.engine.call_in_step_thread(b.inner.reset_prefix_cache)
+        await running.set_replicas("a")
+        a.hold_after(100)
+        streams = [Stream(running.generation(prompt, LONG)) for prompt in prompts]
+        for stream in streams:
+            await stream.until(40)
+        await running.set_replicas("a", "b")
+        for stream in streams:
+            await until_in_loop(lambda stream=stream: running.serving(stream.generation) is not a, "it moves")
+        a.engine.check_health()
+        a.go_on()
+        assert [await stream.task for stream in streams] == expected
+        assert all(stream.generation.num_migrations for stream in streams)
+        await until_in_loop(lambda: not a.num_requests, "what it ran is aborted")
+
+
+async def test_neighbours_copy_the_hottest_prompts_of_a_replica_that_leaves_and_new_ones_those_of_all(
+    qwen3: str,
+) -> None:
+    prompts = [prompt_of(150, seed) for seed in range(3)]
+    async with cluster(qwen3, "abc", **OPTIONS) as running:
+        a, b, c = running.replicas.values()
+        await running.set_replicas("a")
+        for _ in range(2):  # all are asked twice
+            for prompt in prompts:
+                await Stream(running.generation(prompt, SHORT)).task
+        expected = Stream(running.generation(prompts[0], LONG))
+        await expected.task
+        await running.set_replicas("a", "b")
+        await until_in_loop(lambda: b.count("kv_copied_tokens", "warm_up") == 3 * 148, "the new one has all")
+        await running.set_replicas("a", "b", "c")
+        await until_in_loop(lambda: c.count("kv_copied_tokens", "warm_up") == 3 * 148, "so has the third")
+        await running.set_replicas("a")
+        await Stream(running.generation(prompt_of(100, 9), SHORT)).task
+        await running.set_replicas("a", "c")
+        await running.set_replicas("c")
+        await until_in_loop(lambda: c.count("kv_copied_tokens", "drain") == 100, "it has what only the old one had")
+        await a.kill()
+        again = Stream(running.generation(prompts[0], LONG))
+        assert await again.task == expected.generation.token_ids
+        assert c.count("prefix_cache_hit_tokens") == 148

@@ -1,0 +1,116 @@
+"""HotTexts: lets replicas copy the KV of the latest prompts when a replica leaves or joins.
+
+    a replica leaves   the prompts that it has computed and no other holds: each to the neighbour that lacks the least
+    a replica joins    the prefixes that several of the latest prompts share, from a replica that holds them
+
+What is copied is bounded. The replicas read it from each other when they have time (engine/kv/tiers/copies.py), and a
+replica that leaves serves its pages until nothing was read for a moment. An ingress knows its own requests only; equal
+prompts of several ingresses go to the same neighbour.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deployments.routing.cluster_view import ClusterView
+from deployments.transport.pages.address import PageAddress
+from deployments.transport.request_channel.dispatch import Dispatch
+from engine.kv.tiers.copies import CopyOrder
+from engine.request import KVSource
+
+__all__ = ["HotTexts"]
+
+MAX_KEPT_TOKENS = 2**17  # of prompts that are remembered: about 5 MB
+MAX_COPIED_TOKENS = 2**16  # when one replica leaves or joins
+
+
+@dataclass(slots=True)
+class _Text:
+    """A prompt that was sent lately."""
+
+    token_ids: Sequence[int]
+    cache_key: str
+    hashes: Sequence[int]
+    replica: str  # that has computed it last
+    num_uses: int
+
+
+class HotTexts:
+    """The latest prompts of one ingress. Use it on one event loop.
+
+    Args:
+        view: knows what each replica holds.
+        send: tells a replica to copy a text.
+    """
+
+    def __init__(self, view: ClusterView, send: Callable[[str, CopyOrder], None]) -> None:
+        self._view = view
+        self._send = send
+        self._texts: OrderedDict[int, _Text] = OrderedDict()  # by the hash of the last block; the latest last
+        self._num_tokens = 0
+
+    def sent(self, dispatch: Dispatch) -> None:
+        """Remember a prompt that was sent to a replica."""
+        hashes, request = dispatch.block_hashes, dispatch.request
+        if not hashes or request.output_token_ids or len(request.prompt_token_ids) > MAX_COPIED_TOKENS:
+            return
+        known = self._texts.pop(hashes[-1], None)
+        num_uses = 1 if known is None else known.num_uses + 1
+        if known is None:
+            self._num_tokens += len(request.prompt_token_ids)
+        else:
+            self._num_tokens += len(request.prompt_token_ids) - len(known.token_ids)
+        self._texts[hashes[-1]] = _Text(request.prompt_token_ids, request.cache_key, hashes, dispatch.replica, num_uses)
+        while self._num_tokens > MAX_KEPT_TOKENS:
+            _, oldest = self._texts.popitem(last=False)
+            self._num_tokens -= len(oldest.token_ids)
+
+    def replica_left(self, name: str, metadata: Mapping[str, Any], candidates: Collection[str]) -> None:
+        """Let the neighbours copy what only a replica holds that takes no more requests.
+
+        Args:
+            name: of the replica.
+            metadata: as it reported it.
+            candidates: replicas that can be told.
+        """
+        address = PageAddress.from_metadata(metadata)
+        if address is None or not candidates:
+            return
+        left = MAX_COPIED_TOKENS
+        for text in reversed(self._texts.values()):
+            if text.replica != name or (left := left - len(text.token_ids)) < 0:
+                continue
+            taker = self._view.most_similar(text.hashes, candidates)
+            if taker is not None and taker.num_blocks < len(text.hashes):
+                source = KVSource(address.endpoint, address.secret, len(text.token_ids))
+                text.replica = taker.name
+                self._send(taker.name, CopyOrder(text.token_ids, text.cache_key, source, "drain"))
+
+    def replica_joined(self, name: str) -> None:
+        """Let a new replica copy the prefixes that several of the latest prompts share, the most used first."""
+        left, block_size = MAX_COPIED_TOKENS, self._view.routing.block_size
+        for text, num_blocks in self._shared_prefixes():
+            hashes = text.hashes[:num_blocks]
+            source = self._view.source_of(hashes, without=name)
+            num_tokens = num_blocks * block_size
+            if source is None or (left := left - num_tokens) < 0:
+                continue
+            # The token after the prefix belongs to it: a text's last token is computed in any case.
+            self._send(name, CopyOrder(text.token_ids[: num_tokens + 1], text.cache_key, source, "warm_up"))
+
+    def _shared_prefixes(self) -> Iterator[tuple[_Text, int]]:
+        """Yield (text, leading blocks) of each prefix that was used several times, the most used ones first."""
+        uses: Counter[int] = Counter()
+        for text in self._texts.values():
+            for block in text.hashes:
+                uses[block] += text.num_uses
+        prefixes: dict[int, tuple[_Text, int]] = {}
+        for text in self._texts.values():
+            depth = sum(uses[block] > 1 for block in text.hashes)  # a prefix: what follows is used no more often
+            if depth:
+                prefixes[text.hashes[depth - 1]] = text, depth
+        for block in sorted(prefixes, key=uses.__getitem__, reverse=True):
+            yield prefixes[block]
