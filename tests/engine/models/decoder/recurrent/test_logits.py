@@ -7,6 +7,7 @@ out unnoticed.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -151,7 +152,18 @@ CHANGED: dict[str, tuple[str, Callable[[Decoder], object]]] = {
     "the sigmoid of a gate": ("kimi-linear", lambda decoder: _activate_gate(decoder, lambda gate: gate)),
     "which activation a gate has": ("kimi-linear", lambda decoder: _activate_gate(decoder, F.silu)),
     "which of three convolutions is of queries": ("kimi-linear", _exchange_queries_and_keys),
-    "the decay": ("qwen3.5", lambda decoder: _recurrent_layer(decoder).A_log.data.add_(0.7)),
+    "a decay that is applied twice": (
+        "qwen3.5",
+        lambda decoder: _recurrent_layer(decoder).A_log.data.add_(math.log(2.0)),
+    ),
+    "a decay that is applied twice, in Mamba": (
+        "mamba2",
+        lambda decoder: _recurrent_layer(decoder).A_log.data.add_(math.log(2.0)),
+    ),
+    "a decay that is applied twice, in Kimi Linear": (
+        "kimi-linear",
+        lambda decoder: _recurrent_layer(decoder).A_log.data.add_(math.log(2.0)),
+    ),
     "the skip connection": ("nemotron-h", lambda decoder: _zero(_recurrent_layer(decoder).D)),
     "which convolution is of queries and which of keys": ("olmo-hybrid", _exchange_queries_and_keys),
     "the weights of a gated norm": (
@@ -181,6 +193,24 @@ def _forgetful(metadata: RecurrentMetadata) -> RecurrentMetadata:
 
 def _next_slot(metadata: RecurrentMetadata) -> RecurrentMetadata:
     return replace(metadata, slots=metadata.slots % 2 + 1) if len(metadata.slots) == 1 else metadata
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3.5", "kimi-linear", "mamba2"])
+def test_a_convolutions_state_that_is_dropped_at_a_chunks_border_is_noticed(
+    saved: Callable[[str], Saved], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recurrence keeps its own."""
+    monkeypatch.setattr(loader, "cpu_kernels_can_run", lambda *_: False)
+    decoder = load(saved(name).path)
+    ops = type(_recurrent_layer(decoder).ops)
+    right = ops.causal_conv
+
+    def dropping(self: Any, *inputs: Any, **options: Any) -> torch.Tensor:
+        output: torch.Tensor = right(self, *inputs[:-1], _forgetful(inputs[-1]), **options)
+        return output
+
+    monkeypatch.setattr(ops, "causal_conv", dropping)
+    assert largest_error(decoder, saved(name)) > 10 * TOLERANCE
 
 
 @pytest.mark.parametrize("mistake", [_forgetful, _next_slot])
