@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 OURS = {"benchmarks", "demo", "deployments", "engine", "k8s", "kernels", "tests"}
 EXTRAS = {  # the extras that each folder may rely on, besides the dependencies
-    "deployments": ("tracing",),
+    "deployments": ("tracing", "data"),
     "engine": (),
     "kernels": ("gpu", "flash-attn"),
     "k8s": (),

@@ -28,6 +28,7 @@ with warnings.catch_warnings():
 
 from typer.main import get_command
 
+from deployments.batch.__main__ import job_parser
 from deployments.cli.main import app as pagoda_app
 from deployments.config import AppConfig
 from deployments.launcher.preflight import check_config
@@ -150,6 +151,13 @@ def _check_pagoda(words: Sequence[str]) -> None:
     assert {word for word in rest if word.startswith("--")} <= known, words
 
 
+def _check_module(words: Sequence[str]) -> None:
+    """Check that the module is the one whose options these are."""
+    assert list(words[:2]) == ["-m", "deployments.batch"]
+    known = {option for action in job_parser()._actions for option in action.option_strings}
+    assert {word for word in words[2:] if word.startswith("--")} <= known, words
+
+
 def _check_variable(words: Sequence[str]) -> None:
     assert list(words) == ["RAY_AUTH_MODE=token"]
 
@@ -168,6 +176,7 @@ NOT_RUN: dict[str, tuple[str, Callable[[Sequence[str]], None]]] = {
     ".": ("the tests run in their environment", _check_activate),
     "export": ("only matters to the commands after it", _check_variable),
     "serve": ("tests/e2e run `serve run` through the launcher; the others need a cluster", _check_serve),
+    "python": ("tests/deployments/batch/test_data_job.py runs it", _check_module),
     "pagoda": ("tests/deployments/cli runs it in a terminal", _check_pagoda),
     "ray": ("starts or stops a cluster on this machine", _check_ray),
 }
@@ -195,6 +204,7 @@ def test_all_reasons_are_needed() -> None:
         "ray start --heads",
         "pagoda serve --prnt-config",
         "pagoda config chekc x.yaml",
+        "python -m deployments.batch x.jsonl --outs x",
         "A=$(b c) make tests",
         "docker run x",
     ],

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from typing import Any
 
 from deployments.api.json_response import encode_json
-from deployments.batch.in_process import Answer
+from deployments.batch.in_process import Answer, LineCall
 from deployments.batch.input_lines import line_id
 from deployments.batch.journal import Record, Tokens
 from deployments.requests.background_gate import BACKGROUND_PRIORITY
 
-__all__ = ["ENDPOINTS", "MAX_ATTEMPTS", "is_temporary", "record_of", "request_body", "retry_delay_s"]
+__all__ = ["ENDPOINTS", "MAX_ATTEMPTS", "final_answer", "record_of", "request_body"]
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 MAX_ATTEMPTS = 5  # of a request that does not fail because the server is busy
@@ -27,16 +28,25 @@ def request_body(endpoint: str, body: dict[str, Any]) -> bytes:
     return encode_json(body | own).encode(errors="backslashreplace")
 
 
-def is_temporary(answer: Answer, num_attempts: int) -> bool:
-    """Whether a request is to be sent again after this answer."""
+async def final_answer(call: LineCall, endpoint: str, body: bytes, request_id: str, client: str) -> Answer:
+    """Send a request until its answer is final: again when the server is busy, and a few times if it fails."""
+    num_attempts = 0
+    while True:
+        answer = await call(endpoint, body, request_id, client)
+        num_attempts += 1
+        if not _is_temporary(answer, num_attempts):
+            return answer
+        await asyncio.sleep(_retry_delay_s(num_attempts))
+
+
+def _is_temporary(answer: Answer, num_attempts: int) -> bool:
     if answer.status not in (408, 429, 499, 500, 502, 503, 504):
         return False
     is_busy = answer.status in (429, 502, 503, 504) and _error_code(answer.body) != "replica_lost"
     return is_busy or num_attempts < MAX_ATTEMPTS
 
 
-def retry_delay_s(num_attempts: int) -> float:
-    """Return the seconds before the next attempt."""
+def _retry_delay_s(num_attempts: int) -> float:
     return min(_LAST_DELAY_S, 0.5 * 2.0 ** min(num_attempts, 10)) * random.uniform(0.5, 1.0)
 
 

@@ -11,12 +11,27 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import BufferedIOBase
 from pathlib import Path
 from typing import Any, NoReturn
 
 from engine.errors import shown
 
-__all__ = ["InputLine", "Line", "LineError", "error_line", "input_lines", "line_id", "parse_line", "read_line"]
+__all__ = [
+    "InputLine",
+    "Line",
+    "LineError",
+    "RawLine",
+    "custom_id_digest",
+    "duplicate_line",
+    "error_line",
+    "input_lines",
+    "line_id",
+    "line_too_long",
+    "parse_line",
+    "raw_lines",
+    "read_line",
+]
 
 _BOM = b"\xef\xbb\xbf"
 _MAX_CUSTOM_ID = 512  # characters
@@ -63,35 +78,63 @@ class Line:
     body: dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class RawLine:
+    """A line that is not blank.
+
+    Attributes:
+        number: among all lines, from 1.
+        offset: bytes before it.
+        length: bytes, the line feed included.
+        text: its bytes; None if it is too long.
+    """
+
+    number: int
+    offset: int
+    length: int
+    text: bytes | None
+
+
+def raw_lines(file: BufferedIOBase, max_line_bytes: int) -> Iterator[RawLine]:
+    """Yield the lines of a file that are not blank, from its beginning."""
+    offset = number = 0
+    while data := file.readline(max_line_bytes + 1):
+        number += 1
+        start, length, text = offset, len(data), None
+        if length <= max_line_bytes or data.endswith(b"\n"):
+            text = data if number > 1 else data.removeprefix(_BOM)
+            start += length - len(text)
+        else:
+            length += _skip_line(file, 2**20)
+        if text is None or not text.isspace():
+            yield RawLine(number, start, offset + length - start, text)
+        offset += length
+
+
 def input_lines(path: Path, endpoint: str, max_line_bytes: int) -> Iterator[InputLine]:
     """Yield the lines of a file that are not blank."""
     custom_ids: set[bytes] = set()
-    index = number = unyielded = 0
+    unyielded = 0
     with path.open("rb") as file:
-        offset = len(_BOM) if file.read(len(_BOM)) == _BOM else 0
-        file.seek(offset)
-        while data := file.readline(max_line_bytes + 1):
-            number += 1
-            length, is_whole = len(data), len(data) <= max_line_bytes or data.endswith(b"\n")
-            error = None
-            if not is_whole:
-                length += _skip_line(file, 2**20)
-                error = LineError("line_too_long", f"line {number} is longer than {max_line_bytes} bytes; split it")
-            elif data.isspace():
-                offset += length
-                continue
-            else:
-                error = _check(data, number, endpoint, custom_ids)
-            yield InputLine(index, offset, length, error)
-            index += 1
-            offset += length
-            unyielded += length
+        for index, line in enumerate(raw_lines(file, max_line_bytes)):
+            error = (
+                line_too_long(line.number, max_line_bytes)
+                if line.text is None
+                else _check(line.text, line.number, endpoint, custom_ids)
+            )
+            yield InputLine(index, line.offset, line.length, error)
+            unyielded += line.length
             if unyielded > _YIELD_EVERY:
                 unyielded = 0
                 time.sleep(0)
 
 
-def _skip_line(file: Any, size: int) -> int:
+def line_too_long(number: int, max_line_bytes: int) -> LineError:
+    """Return the error of a line that is too long."""
+    return LineError("line_too_long", f"line {number} is longer than {max_line_bytes} bytes; split it")
+
+
+def _skip_line(file: BufferedIOBase, size: int) -> int:
     """Read to the end of a line; returns the number of bytes."""
     length = 0
     while data := file.readline(size):
@@ -106,12 +149,22 @@ def _check(data: bytes, number: int, endpoint: str, custom_ids: set[bytes]) -> L
         line = parse_line(data, endpoint)
     except LineError as error:
         return LineError(error.code, f"line {number}: {error.message}", error.custom_id)
-    digest = hashlib.blake2b(line.custom_id.encode(errors="surrogatepass"), digest_size=16).digest()
+    digest = custom_id_digest(line.custom_id)
     if digest in custom_ids:
-        problem = f"line {number}: custom_id {shown(line.custom_id)} was used by an earlier line; give each its own"
-        return LineError("duplicate_custom_id", problem, line.custom_id)
+        return duplicate_line(number, line.custom_id)
     custom_ids.add(digest)
     return None
+
+
+def custom_id_digest(custom_id: str) -> bytes:
+    """Return 16 bytes by which a custom_id is remembered."""
+    return hashlib.blake2b(custom_id.encode(errors="surrogatepass"), digest_size=16).digest()
+
+
+def duplicate_line(number: int, custom_id: str) -> LineError:
+    """Return the error of a line whose custom_id an earlier one has."""
+    problem = f"line {number}: custom_id {shown(custom_id)} was used by an earlier line; give each its own"
+    return LineError("duplicate_custom_id", problem, custom_id)
 
 
 def parse_line(data: bytes, endpoint: str) -> Line:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from deployments.api.json_response import encode_json
-from deployments.batch.answers import is_temporary, record_of, request_body, retry_delay_s
-from deployments.batch.in_process import Answer, LineCall
+from deployments.batch.answers import final_answer, record_of, request_body
+from deployments.batch.in_process import LineCall
 from deployments.batch.input_lines import InputLine, LineError, error_line, line_id, parse_line, read_line
 from deployments.batch.journal import Record
 from deployments.batch.journal_writer import JournalWriter
@@ -89,7 +89,8 @@ class LineRunner:
         except LineError as error:
             await self._fail(line, error, writer)
             return
-        answer = await self._answer(line, body)
+        request_id = line_id(self._batch_id, line.index)
+        answer = await final_answer(self._call, self._endpoint, body, request_id, self._batch_id)
 
         def result() -> tuple[Record, str | None]:
             return record_of(self._batch_id, line.index, custom_id, answer)
@@ -102,17 +103,6 @@ class LineRunner:
     def _request(self, line: InputLine) -> tuple[str, bytes]:
         parsed = parse_line(read_line(self._path, line), self._endpoint)
         return parsed.custom_id, self._body_of(self._endpoint, parsed.body)
-
-    async def _answer(self, line: InputLine, body: bytes) -> Answer:
-        """Send a line until its answer is final."""
-        num_attempts = 0
-        while True:
-            request_id = line_id(self._batch_id, line.index)
-            answer = await self._call(self._endpoint, body, request_id, self._batch_id)
-            num_attempts += 1
-            if not is_temporary(answer, num_attempts):
-                return answer
-            await asyncio.sleep(retry_delay_s(num_attempts))
 
     async def _fail(self, line: InputLine, error: LineError, writer: JournalWriter) -> None:
         record = error_record(self._batch_id, line.index, error)

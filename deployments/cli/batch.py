@@ -6,7 +6,8 @@ import asyncio
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from deployments.batch.offline.run import Counts, OfflineBatch, run_batch
+from deployments.batch.offline.counts import Counts
+from deployments.batch.offline.run import OfflineBatch, run_batch
 from deployments.cli.console import open_console
 from engine.errors import ConfigError
 

@@ -25,12 +25,13 @@ from deployments.batch.journal import Record
 from deployments.batch.journal_writer import JournalWriter
 from deployments.batch.line_runner import LineRunner
 from deployments.batch.line_slots import LineSlots
+from deployments.batch.offline.counts import Counts
 from deployments.batch.offline.http_call import HttpCall
 from deployments.batch.offline.result_file import ResultFile
 from deployments.config import AppConfig
 from engine.errors import ConfigError
 
-__all__ = ["CONCURRENCY", "Counts", "OfflineBatch", "run_batch"]
+__all__ = ["CONCURRENCY", "OfflineBatch", "application_of", "run_batch"]
 
 MAX_LINE_BYTES = 64 * 2**20
 CONCURRENCY = 64  # lines at once at a server
@@ -55,20 +56,6 @@ class OfflineBatch:
     config: Path = Path("serve_config.yaml")
     key: str = ""
     concurrency: int = CONCURRENCY
-
-
-@dataclass
-class Counts:
-    """How far a run is."""
-
-    total: int = 0
-    completed: int = 0
-    failed: int = 0
-
-    @property
-    def done(self) -> int:
-        """Lines with a result."""
-        return self.completed + self.failed
 
 
 async def run_batch(batch: OfflineBatch, on_progress: Callable[[Counts], None] = lambda counts: None) -> Counts:
@@ -147,20 +134,29 @@ async def _opened(batch: OfflineBatch) -> AsyncIterator[tuple[LineCall, int]]:
         http.close()
 
 
+def application_of(path: Path) -> dict[str, Any]:
+    """Return the arguments of the application of a Serve config file.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+        arguments: dict[str, Any] = document["applications"][0]["args"]
+    except OSError as error:
+        raise ConfigError(f"--config='{path}' cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError, IndexError):
+        raise ConfigError(f"--config='{path}' has no applications[0].args; serve_config.yaml shows them") from None
+    return arguments
+
+
 def _app_config(path: Path) -> AppConfig:
     """Return the application of a Serve config file.
 
     Raises:
         ConfigError: there is none, or it is wrong.
     """
-    try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
-        args: dict[str, Any] = document["applications"][0]["args"]
-    except OSError as error:
-        raise ConfigError(f"--config='{path}' cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError, IndexError):
-        raise ConfigError(f"--config='{path}' has no applications[0].args; serve_config.yaml shows them") from None
-    config = AppConfig.parse(args)
+    config = AppConfig.parse(application_of(path))
     config.require_model()
     return config
 
