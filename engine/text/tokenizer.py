@@ -158,6 +158,8 @@ class Tokenizer:
             RequestError: about ``input``, if a text has an unpaired surrogate.
         """
         token_ids, token_types = self._encode_cut((first, second), max_tokens, side)
+        if "token_type_ids" not in self._tokenizer.model_input_names:  # as in sentence-transformers
+            return token_ids, len(token_ids)
         return token_ids, len(token_types) - sum(token_types)
 
     def _encode_cut(

@@ -88,8 +88,8 @@ def save_classifier(path: Path, family: str, num_labels: int = 1, **overrides: A
     return save_model(path, family, AutoModelForSequenceClassification, num_labels=num_labels, **overrides)
 
 
-def save_encoder_tokenizer(path: Path) -> None:
-    """Save a tokenizer of words and characters that marks the two texts of a pair, as BERT's does."""
+def save_encoder_tokenizer(path: Path, *, has_token_types: bool = True) -> None:
+    """Save a tokenizer of words and characters; with token types it marks the two texts of a pair, as BERT's does."""
     characters = [chr(code) for code in range(33, 127) if chr(code) not in WORDS]
     tokens = [*SPECIAL, *WORDS, *characters]
     vocabulary = {token: index for index, token in enumerate(tokens)}
@@ -106,6 +106,7 @@ def save_encoder_tokenizer(path: Path) -> None:
         cls_token="[CLS]",
         sep_token="[SEP]",
         mask_token="[MASK]",
+        model_input_names=["input_ids", *(["token_type_ids"] if has_token_types else []), "attention_mask"],
     )
     fast.save_pretrained(path)
 
