@@ -4,18 +4,22 @@ Leases are numbered files, and each is created once: the holder of the highest n
 second file, its beat, every second. An ingress that sees the same beat for TAKEOVER_S seconds of its own clock creates
 the next number. So clocks are never compared, and a holder that was only slow learns from the higher number that it has
 lost the lease. What it writes before it learns that does no harm: see journal.py.
+
+A lease names the process of its holder. If that has run on this machine and has ended, the lease is free at once.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from deployments.batch.disk import Disk
+from deployments.batch.disk import Disk, read_json
 
 __all__ = ["BEAT_S", "TAKEOVER_S", "Lease"]
 
@@ -92,14 +96,18 @@ class Lease:
             beat = (self._directory / f"beat-{number}").read_bytes()
         except FileNotFoundError:  # not yet
             beat = b""
-        if beat == _RELEASED:
+        if beat == _RELEASED or self._holder_has_ended(number):
             return True
         if self._seen != (number, beat):
             self._seen, self._seen_at = (number, beat), self._clock()
         return self._clock() - self._seen_at >= self._takeover_s
 
+    def _holder_has_ended(self, number: int) -> bool:
+        content = read_json(self._directory / f"lease-{number}") or {}
+        return _has_ended(content.get("process"))
+
     def _take(self, number: int) -> None:
-        content = json.dumps({"holder": self._holder}).encode()
+        content = json.dumps({"holder": self._holder, "process": _identity(os.getpid())}).encode()
         if not self._disk.create(self._directory / f"lease-{number}", content):
             return
         self.number = number
@@ -112,3 +120,26 @@ class Lease:
     def _beat(self, content: bytes) -> None:
         self._num_beats += 1
         self._disk.replace(self._directory / f"beat-{self.number}", content)
+
+
+def _identity(pid: int) -> dict[str, Any] | None:
+    """Return what no other process has, on any machine and at any time; None where the kernel does not say it."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        namespace = os.readlink("/proc/self/ns/pid")  # of process ids: those of a container are its own
+        state, *fields = (
+            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        )
+    except OSError:
+        return None
+    started = fields[18]  # clock ticks after the boot: field 22 of proc(5)
+    return None if state in "ZX" else {"boot": boot, "namespace": namespace, "pid": pid, "started": started}
+
+
+def _has_ended(identity: Any) -> bool:
+    """Whether a process of this machine has ended; False if it belongs to another one, or if that is not known."""
+    own = _identity(os.getpid())
+    if own is None or not isinstance(identity, dict):
+        return False
+    is_near = all(identity.get(name) == own[name] for name in ("boot", "namespace"))
+    return is_near and _identity(identity.get("pid", 0)) != identity

@@ -21,7 +21,7 @@ from tests.e2e.server import Server, alive, end_server, start_server
 from tests.waiting import HANG_S, until
 
 CHAT = "/v1/chat/completions"
-BATCH_HANG_S = 240.0
+BATCH_HANG_S = 600.0
 
 
 def client_of(server: Server) -> openai.OpenAI:
@@ -100,21 +100,29 @@ def test_a_file_that_is_too_large_is_refused_through_the_proxy(server: Server, n
         assert (answer.status_code, answer.json()["error"]["code"]) == (413, "file_too_large")
 
 
-NUM_LINES = 240
-KILLED_LINES = "\n".join(
-    line(
-        f"r{number}",
-        CHAT,
-        **chat(number, max_tokens=60, ignore_eos=True, **({"temperature": 0.9, "seed": number} if number % 2 else {})),
+def killed_lines(number: int, max_tokens: int) -> str:
+    """Return an input of which every second line is sampled."""
+    options: list[dict[str, Any]] = [{}, {"temperature": 0.9}]
+    return "\n".join(
+        line(f"r{index}", CHAT, **chat(index, max_tokens=max_tokens, ignore_eos=True, seed=index, **options[index % 2]))
+        for index in range(number)
     )
-    for number in range(NUM_LINES)
+
+
+# In the first case a line takes longer, in the second there are as many as in a night's file.
+@pytest.mark.parametrize(
+    ("num_lines", "max_tokens", "step"),
+    [
+        pytest.param(200, 60, 1, marks=pytest.mark.long),
+        pytest.param(10_000, 12, 500, marks=pytest.mark.exhaustive("computes 20,000 lines")),
+    ],
 )
-
-
-@pytest.mark.long
-@pytest.mark.timeout(900)
-def test_every_line_is_there_once_after_every_process_was_killed(tmp_path: Path, ray_dir: Path) -> None:
+@pytest.mark.timeout(1800)
+def test_every_line_is_there_once_after_every_process_was_killed(
+    tmp_path: Path, ray_dir: Path, num_lines: int, max_tokens: int, step: int
+) -> None:
     directory = tmp_path / "batches"
+    content = killed_lines(num_lines, max_tokens)
 
     def change(args: dict[str, Any]) -> None:
         args["engine"]["dtype"] = "float32"
@@ -128,42 +136,64 @@ def test_every_line_is_there_once_after_every_process_was_killed(tmp_path: Path,
     try:
         server.wait_until_ready()
         with client_of(server) as api:
-            expected = texts_of(api, run(api, KILLED_LINES, CHAT))
-            assert len(expected) == NUM_LINES
-            file = api.files.create(file=("in.jsonl", KILLED_LINES.encode()), purpose="batch")
-            batch = api.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+            expected = _texts_of_all(api, _created(api, content).id, num_lines)
+            batch = _created(api, content)
+            results = Results(directory / "batches" / batch.id, step)
             for kind in ("engine", "ingress"):
                 for replica in server.pids(kind):
-                    _kill_in_the_middle(server, directory, batch.id, kind, replica)
-        _wait_for_results(directory, batch.id)
+                    results.wait_for_more()
+                    os.kill(server.pids(kind)[replica], signal.SIGKILL)
+        results.wait_for_more()
         for process in alive(server.processes()):
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         server.process.wait(timeout=HANG_S)
-        assert not (directory / "batches" / batch.id / "end.json").exists()
+        assert not results.have_ended()
         shutil.rmtree(ray_dir, ignore_errors=True)
         server = start_server(tmp_path, ray_dir, change)
         server.wait_until_ready()
         with client_of(server) as api:
-            last = ended(api, batch.id)
-            assert last.request_counts is not None
-            assert last.request_counts.to_dict() == {"total": NUM_LINES, "completed": NUM_LINES, "failed": 0}
-            assert texts_of(api, last) == expected
+            assert _texts_of_all(api, batch.id, num_lines) == expected
     finally:
         end_server(server)
 
 
-def _results(directory: Path, batch_id: str) -> int:
-    return sum(path.stat().st_size for path in (directory / "batches" / batch_id).glob("results-*"))
+def _created(api: openai.OpenAI, content: str) -> Batch:
+    file = api.files.create(file=("in.jsonl", content.encode()), purpose="batch")
+    return api.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
 
 
-def _wait_for_results(directory: Path, batch_id: str) -> None:
-    """Wait until a running batch has another result."""
-    before = _results(directory, batch_id)
-    until(lambda: _results(directory, batch_id) > before, "the batch has another result", hang_s=BATCH_HANG_S)
+def _texts_of_all(api: openai.OpenAI, batch_id: str, num_lines: int) -> dict[str, str]:
+    """Return the answers of a batch, once all its lines have one."""
+    last = ended(api, batch_id, hang_s=BATCH_HANG_S)
+    assert last.request_counts is not None
+    assert last.request_counts.to_dict() == {"total": num_lines, "completed": num_lines, "failed": 0}
+    texts = texts_of(api, last)
+    assert len(texts) == num_lines
+    return texts
 
 
-def _kill_in_the_middle(server: Server, directory: Path, batch_id: str, kind: str, replica: str) -> None:
-    _wait_for_results(directory, batch_id)
-    assert not (directory / "batches" / batch_id / "end.json").exists()
-    os.kill(server.pids(kind)[replica], signal.SIGKILL)
+class Results:
+    """The journal of a running batch.
+
+    Args:
+        directory: of the batch.
+        step: results between two kills.
+    """
+
+    def __init__(self, directory: Path, step: int) -> None:
+        self._directory = directory
+        self._step = step
+
+    def wait_for_more(self) -> None:
+        """Wait until the batch has more results, and fail if it has ended then."""
+        least = self._number() + self._step
+        until(lambda: self._number() >= least or self.have_ended(), "the batch has more results", hang_s=BATCH_HANG_S)
+        assert not self.have_ended()
+
+    def have_ended(self) -> bool:
+        """Whether the batch has ended."""
+        return (self._directory / "end.json").exists()
+
+    def _number(self) -> int:
+        return sum(path.read_bytes().count(b"\n") for path in self._directory.glob("results-*"))

@@ -15,7 +15,7 @@ from openai.types import Batch, FileObject
 from starlette.testclient import TestClient
 
 from tests.deployments.conftest import OpenClient
-from tests.waiting import until
+from tests.waiting import HANG_S, until
 
 ENDED = ("completed", "failed", "expired", "cancelled")
 COMPLETIONS = "/v1/completions"
@@ -81,7 +81,7 @@ def run(api: openai.OpenAI, content: str | bytes, endpoint: Any = COMPLETIONS, *
     return ended(api, batch.id)
 
 
-def ended(api: openai.OpenAI, batch_id: str) -> Batch:
+def ended(api: openai.OpenAI, batch_id: str, hang_s: float = HANG_S) -> Batch:
     """Wait until a batch has ended."""
 
     def state() -> Batch | None:
@@ -89,7 +89,7 @@ def ended(api: openai.OpenAI, batch_id: str) -> Batch:
         check_fields(batch)
         return batch if batch.status in ENDED else None
 
-    batch = until(state, f"{batch_id} ends", details=lambda: api.batches.retrieve(batch_id))
+    batch = until(state, f"{batch_id} ends", hang_s=hang_s, details=lambda: api.batches.retrieve(batch_id))
     assert batch is not None
     return batch
 

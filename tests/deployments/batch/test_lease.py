@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +15,7 @@ from hypothesis import strategies as st
 from deployments.batch.disk import Disk
 from deployments.batch.lease import Lease
 from tests.deployments.batch.faulty_disk import FaultyDisk
+from tests.documents import ROOT
 
 
 class Clock:
@@ -61,6 +66,43 @@ def test_a_released_lease_is_taken_at_once(tmp_path: Path) -> None:
     second.release()
     second.release()
     assert first.poll()
+
+
+TAKES_IT = """
+import os, sys
+from pathlib import Path
+from deployments.batch.disk import Disk
+from deployments.batch.lease import Lease
+lease = Lease(Disk(), Path(sys.argv[1]), "other")
+assert lease.poll()
+print(lease.number, flush=True)
+sys.stdin.read()
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other kernels do not say whether a process is the same one")
+def test_the_lease_of_a_process_that_has_ended_here_is_taken_at_once(tmp_path: Path) -> None:
+    clock = Clock()
+    second = lease(tmp_path, clock)
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", TAKES_IT, str(tmp_path)], cwd=ROOT, stdin=pipe, stdout=pipe) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == b"1\n"
+        assert not second.poll()
+        taken = json.loads((tmp_path / "lease-1").read_text())
+        first.kill()
+        os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)  # it is a zombie now
+        assert second.poll()
+    for other in ({"boot": "another"}, {"namespace": "another"}):
+        third = lease(tmp_path / next(iter(other)), clock)
+        (tmp_path / next(iter(other))).mkdir()
+        assert Disk().create(
+            tmp_path / next(iter(other)) / "lease-1", json.dumps({"process": taken["process"] | other}).encode()
+        )
+        assert not third.poll()
+        clock.now += 10
+        assert third.poll()
 
 
 def test_one_that_dies_before_its_first_beat_is_succeeded(tmp_path: Path) -> None:
