@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -19,6 +21,8 @@ from engine.text.tiktoken_tokenizer import is_kimi_tokenizer, kimi_tokenizer
 from engine.text.token_bytes import TokenBytes
 
 __all__ = ["Tokenizer", "TruncationSide", "import_tokenizers"]
+
+logger = logging.getLogger(__name__)
 
 TruncationSide = Literal["left", "right"]
 
@@ -230,13 +234,18 @@ class Tokenizer:
 def _tokenizer_of_directory(path: str | Path) -> Any:
     if not Path(path).is_dir():  # transformers would take it for a name on a hub
         raise ConfigError(f"model '{path}' is not a directory; give the path of a Hugging Face checkpoint")
-    from transformers import AutoTokenizer  # slow to import, and not needed for token ids
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # slow to import, and not needed for token ids
 
     try:
         if is_kimi_tokenizer(Path(path)):
             return kimi_tokenizer(Path(path))
         if is_tekken_tokenizer(Path(path)):
             return tekken_tokenizer(Path(path))
+        if _has_fast_class_of_its_own(Path(path)):
+            logger.info(
+                "The code of the tokenizer of '%s' (auto_map) is not run: tokenizer.json is read without it", path
+            )
+            return PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
         return AutoTokenizer.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
     except ModelLoadError:
         raise
@@ -246,6 +255,23 @@ def _tokenizer_of_directory(path: str | Path) -> Any:
             f"no tokenizer could be loaded from '{path}': {reason}; add the checkpoint's "
             "tokenizer files, or set skip_tokenizer_init to work with token ids"
         ) from error
+
+
+def _has_fast_class_of_its_own(path: Path) -> bool:
+    """Whether code of the checkpoint's own only names the tokens of its tokenizer.json, which says how to split texts.
+
+    As that of MiniCPM-o is: a subclass of transformers' fast tokenizers, the second of two classes.
+    """
+    if not (path / "tokenizer.json").is_file():
+        return False
+    try:
+        config: Any = json.loads((path / "tokenizer_config.json").read_text(encoding="utf-8"))
+        match config["auto_map"]["AutoTokenizer"]:
+            case [_, str()]:
+                return True
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return False
+    return False
 
 
 def _rust_tokenizer(tokenizer: Any) -> Any | None:

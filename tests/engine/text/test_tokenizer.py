@@ -52,15 +52,26 @@ def test_a_tokenizer_that_encodes_no_text_is_refused(tmp_path: Path) -> None:
         Tokenizer(tmp_path)
 
 
-def test_a_tokenizer_with_code_of_its_own_is_refused_without_a_question(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("classes", [["evil.Evil", None], "evil.Evil", [None, "evil.Evil"], ["evil.Evil", "evil.Evil"]])
+def test_code_of_a_tokenizer_s_own_is_never_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, classes: str | list[str | None]
 ) -> None:
+    """A fast class has its words and tokens in tokenizer.json, which is read without it."""
     save_tokenizer(tmp_path)
+    expected = Tokenizer(tmp_path).encode("the cache <|im_start|> é")
     file = tmp_path / "tokenizer_config.json"
-    evil = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}
+    evil = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": classes}}
     file.write_text(json.dumps(json.loads(file.read_text()) | evil))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "of-its-own", "auto_map": {"AutoConfig": "evil.C"}})
+    )
     (tmp_path / "evil.py").write_text("raise SystemExit('this code ran')\n")
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("transformers asked whether to run the code"))
+    if classes[1:] == ["evil.Evil"]:
+        tokenizer = Tokenizer(tmp_path)
+        assert tokenizer.encode("the cache <|im_start|> é") == expected
+        assert tokenizer.chat_template.exists
+        return
     with pytest.raises(ModelLoadError, match="no tokenizer could be loaded"):
         Tokenizer(tmp_path)
 
