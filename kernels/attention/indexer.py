@@ -8,8 +8,8 @@ and the query attends to the `top_k` tokens with the highest scores, to all whil
 those of earlier tokens count as higher.
 
 Each query is computed by itself. So what it gets depends neither on the rest of the batch, nor on how its prompt was
-cut. On a GPU triton/indexer.py computes the same. The Hadamard rotation and FP8 of published kernels are for their
-speed, and change scores only by rounding.
+cut. On a GPU triton/indexer.py computes the same, and kernels/cpu/csrc/layer/indexer.h in models that run in C. The
+Hadamard rotation and FP8 of published kernels are for their speed, and change scores only by rounding.
 """
 
 from __future__ import annotations
