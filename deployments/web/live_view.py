@@ -14,7 +14,13 @@ ingresses give the same answer.
        "evicted_blocks": 0, "preemptions": 0,
        "blocks": {"free": 1, "cached": 1, "used": 2, "shared": 1},   shared is a part of used
        "num_blocks": 4, "blocks_per_cell": 1,
-       "cells": "AQAA..."                          base64 of BlockMap.cells: three bytes per cell
+       "cells": "AQAA...",                         base64 of BlockMap.cells: three bytes per cell
+       "tiers": [{                                 beyond the device: host, disk, peer; those that it has
+         "name": "host",
+         "blocks": 9, "num_blocks": 20,            what it holds, and has room for; of peers 0
+         "hit_tokens": 9,                          prompt tokens that came from there and were not computed
+         "in_tokens": 9, "out_tokens": 9           whose KV came from there, and went there, since the start
+       }]
      }],
      "routed": [{"time": 1700000000.0, "ingress": "def", "replica": "abc", "outcome": "hit",
        "prompt_tokens": 90, "predicted_tokens": 64, "best_tokens": 64,
@@ -47,10 +53,14 @@ from engine.observability.metrics import (
     GENERATION_TOKENS,
     PREEMPTIONS,
     PROMPT_TOKENS,
+    TIER_BLOCKS,
+    TIER_CAPACITY,
+    TIER_HITS,
+    TIER_TOKENS,
     Metric,
 )
 
-__all__ = ["EngineSnapshot", "LiveReplicas", "LiveView"]
+__all__ = ["EngineSnapshot", "LiveReplicas", "LiveView", "TierSnapshot"]
 
 FRESH_S = 0.9  # less than the page's polling period, else every second poll would get old data
 
@@ -62,6 +72,36 @@ _COUNTERS: dict[str, Metric] = {
     "evicted_blocks": BLOCKS_EVICTED,
     "preemptions": PREEMPTIONS,
 }
+_TIERS = ("host", "disk", "peer")
+
+
+@dataclass(frozen=True, slots=True)
+class TierSnapshot:
+    """The state of one tier of an engine's KV cache, with the fields of the JSON. It pickles."""
+
+    name: str
+    blocks: int
+    num_blocks: int
+    hit_tokens: int
+    in_tokens: int
+    out_tokens: int
+
+    @classmethod
+    def take(cls, name: str, series: Iterable[Series]) -> TierSnapshot:
+        """Make a snapshot of a tier from an engine's metrics."""
+        values = {(item.metric.name, item.labels): int(item.value) for item in series}
+        keys: list[tuple[Metric, tuple[str, ...]]] = [
+            (TIER_BLOCKS, (name,)),
+            (TIER_CAPACITY, (name,)),
+            (TIER_HITS, (name,)),
+        ]
+        keys += [(TIER_TOKENS, (name, "in")), (TIER_TOKENS, (name, "out"))]
+        return cls(name, *(values.get((metric.name, labels), 0) for metric, labels in keys))
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the engine has this tier: it has room, or something has moved."""
+        return bool(self.num_blocks or self.in_tokens or self.out_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +111,18 @@ class EngineSnapshot:
     stats: EngineStats
     counters: Mapping[str, int]  # by their JSON keys
     blocks: BlockMap
+    tiers: tuple[TierSnapshot, ...] = ()
 
     @classmethod
     def take(cls, stats: EngineStats, series: Iterable[Series], blocks: BlockMap) -> EngineSnapshot:
         """Make a snapshot; the counters are summed over ``series``."""
         totals: Counter[str] = Counter()
+        series = list(series)
         for item in series:
             totals[item.metric.name] += int(item.value) if item.metric.kind == "counter" else 0
-        return cls(stats, {name: totals[metric.name] for name, metric in _COUNTERS.items()}, blocks)
+        counters = {name: totals[metric.name] for name, metric in _COUNTERS.items()}
+        tiers = (TierSnapshot.take(name, series) for name in _TIERS)
+        return cls(stats, counters, blocks, tuple(tier for tier in tiers if tier.is_used))
 
     def as_json(self, name: str) -> dict[str, Any]:
         """Return the element of ``replicas`` for this replica."""
@@ -92,6 +136,7 @@ class EngineSnapshot:
             "num_blocks": self.blocks.num_blocks,
             "blocks_per_cell": self.blocks.blocks_per_cell,
             "cells": base64.b64encode(self.blocks.cells).decode(),
+            "tiers": [asdict(tier) for tier in self.tiers],
         }
 
 

@@ -209,19 +209,20 @@ STEP_TOKENS = Metric("step_tokens", "histogram", "Tokens computed in one engine 
 
 # What moves between host memory and other places, and what the prefix cache serves from there.
 _TIERS = ("disk", "peer")
+_MOVES = tuple((tier, direction) for tier in ("host", *_TIERS) for direction in ("in", "out"))
 TIER_TOKENS = Metric(
     "kv_tier_tokens",
     "counter",
-    "Tokens whose KV came from a tier (in) or went to it (out).",
+    "Tokens whose KV came from a tier (in) or went to it (out); on the host, those of preempted requests too.",
     ("tier", "direction"),
-    known=tuple((tier, direction) for tier in _TIERS for direction in ("in", "out")),
+    known=_MOVES,
 )
 TIER_BYTES = Metric(
     "kv_tier_bytes",
     "counter",
     "Bytes of KV that came from a tier (in) or went to it (out).",
     ("tier", "direction"),
-    known=tuple((tier, direction) for tier in _TIERS for direction in ("in", "out")),
+    known=_MOVES,
 )
 TIER_HITS = Metric(
     "prefix_cache_tier_hit_tokens",
@@ -261,6 +262,12 @@ TIER_FAILURES = Metric(
     known=tuple((tier, reason) for tier in _TIERS for reason in ("checksum", "io", "late")),
 )
 TIER_BLOCKS = Metric("kv_tier_blocks", "gauge", "Blocks of KV that host memory or the disk holds.", ("tier",))
+TIER_CAPACITY = Metric(
+    "kv_tier_capacity_blocks", "gauge", "Blocks of KV that host memory or the disk has room for.", ("tier",)
+)
+TIER_LEASES = Metric(
+    "kv_tier_leases", "gauge", "Runs of blocks in host memory that are lent to the disk or to another replica now."
+)
 
 METRICS: tuple[Metric, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
 

@@ -16,6 +16,7 @@ from k8s.monitoring.panels import BLUE, DATASOURCE, GREEN, Json, Panel
 from k8s.monitoring.promql import engine
 from k8s.monitoring.rows.at_a_glance import AT_A_GLANCE
 from k8s.monitoring.rows.kv_cache import KV_CACHE
+from k8s.monitoring.rows.kv_tiers import KV_TIERS
 from k8s.monitoring.rows.latency_and_errors import LATENCY_AND_ERRORS
 from k8s.monitoring.rows.routing import ROUTING
 from k8s.monitoring.rows.saturation import SATURATION
@@ -32,6 +33,7 @@ ROWS = {
     "Throughput": THROUGHPUT,
     "Speculative decoding": SPECULATION,
     "KV cache": KV_CACHE,
+    "KV tiers": KV_TIERS,
     "Routing": ROUTING,
     "Saturation": SATURATION,
 }

@@ -71,7 +71,8 @@ def test_panels_fill_the_width_and_do_not_overlap() -> None:
 
 def test_rows_and_variables() -> None:
     rows = [panel["title"] for panel in dashboard()["panels"] if panel["type"] == "row"]
-    assert rows == ["What users feel", "Throughput", "Speculative decoding", "KV cache", "Routing", "Saturation"]
+    kv_cache = ["KV cache", "KV tiers"]
+    assert rows == ["What users feel", "Throughput", "Speculative decoding", *kv_cache, "Routing", "Saturation"]
     names = [variable["name"] for variable in dashboard()["templating"]["list"]]
     assert {"datasource", "prefix", "model", "replica"} <= set(names)
     used = set(re.findall(r"\$\{?(\w+)", json.dumps(dashboard()))) - {"__rate_interval", "__all"}

@@ -28,6 +28,8 @@ def render(state: dict[str, Any], history: History, url: str, num_routed: int) -
         num_routed: most recent requests that are shown.
     """
     parts: list[RenderableType] = [_head(state, history, url), Text(), _replicas(state, history), _legend()]
+    if any(replica.get("tiers") for replica in state["replicas"]):
+        parts += [Text(), _tiers(state)]
     if state["routed"]:
         parts += [Text(), _routed(state["routed"][:num_routed])]
     return Group(*parts)
@@ -82,6 +84,31 @@ def _legend() -> Text:
     for name, character, style in _STATES:
         legend.append(character, style=style).append(f" {name}  ")
     return legend
+
+
+def _tiers(state: dict[str, Any]) -> Table:
+    """Return what the tiers beyond the devices hold, and what has moved since the replicas started."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("replica", no_wrap=True)
+    table.add_column("tier", no_wrap=True)
+    for column in ("KV in", "KV out", "hits"):
+        table.add_column(column, **_NUMBERS)  # type: ignore[arg-type]
+    table.add_column("tokens since the start; blocks")  # the only one that gets narrower where there is no room
+    for replica in state["replicas"]:
+        for tier in replica.get("tiers", []):
+            numbers = [f"{tier[key]:,}" for key in ("in_tokens", "out_tokens", "hit_tokens")]
+            table.add_row(replica["name"], tier["name"], *numbers, _tier_bar(tier))
+    return table
+
+
+def _tier_bar(tier: dict[str, Any]) -> Text:
+    """Return a bar of how full a tier is; what peers hold is theirs."""
+    bar, total = Text(no_wrap=True, overflow="ellipsis"), tier["num_blocks"]
+    if not total:
+        return bar
+    width = max(round(BAR * min(1.0, tier["blocks"] / total)), int(tier["blocks"] > 0))
+    bar.append("▒" * width, style="cyan").append("·" * (BAR - width), style="dim")
+    return bar.append(f" {tier['blocks'] / total:4.0%} of {total:,}")
 
 
 def _routed(routed: list[dict[str, Any]]) -> Table:

@@ -118,10 +118,11 @@ class Tile {
       list.append(make("div", {}, make("dt", {}, label), this.figures[key]));
     }
     this.canvas = make("canvas", { role: "img" });
+    this.tiers = make("div", { className: "tiers" });
     this.note = make("p", { className: "hint" });
     const title = make("h3", {}, badge(name));
     this.element = make("article", { className: "tile", "data-replica": name },
-      make("div", { className: "title" }, title, this.note), this.canvas, list);
+      make("div", { className: "title" }, title, this.note), this.canvas, this.tiers, list);
     byId("tiles").append(this.element); // a canvas has a size only in the page
     this.map = new HeatMap(this.canvas);
   }
@@ -145,7 +146,18 @@ class Tile {
     this.canvas.setAttribute("aria-label",
       `KV blocks: ${shown.used} private, ${shown.shared} shared, ${shown.cached} cached, ${shown.free} free`);
     this.map.show(unpack(replica));
+    this.tiers.replaceChildren(...(replica.tiers ?? []).map(tierRow));
   }
+}
+
+// A tier beyond the device: how full it is, and the tokens whose KV came from there and went there.
+function tierRow(tier) {
+  const moved = `${count(tier.in_tokens)} tokens in, ${count(tier.out_tokens)} out, ${count(tier.hit_tokens)} hit`;
+  const text = tier.num_blocks ? `${count(tier.blocks)} of ${count(tier.num_blocks)} blocks; ${moved}` : moved;
+  const fill = make("span", { className: "fill" });
+  fill.style.width = `${tier.num_blocks ? Math.min(100, (100 * tier.blocks) / tier.num_blocks) : 0}%`;
+  const bar = make("span", { className: "bar", role: "img", "aria-label": `${tier.name}: ${text}` }, fill);
+  return make("div", { className: "tier", title: text }, make("span", {}, tier.name), bar, make("small", {}, text));
 }
 
 // --- where requests went ---------------------------------------------------------------------------------------------

@@ -97,6 +97,7 @@ class Departures:
         steps: of the engine.
         max_share: blocks in leases, at most, as a share of the host pool.
         clock: monotonic seconds.
+        report: called with the number of leases, now and whenever it changes.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class Departures:
         *,
         max_share: float = 0.25,
         clock: Callable[[], float] = monotonic,
+        report: Callable[[int], None] = lambda num_leases: None,
     ) -> None:
         self._pages = pages
         self._memory = memory
@@ -117,6 +119,8 @@ class Departures:
         self._max_blocks = max(1, int(pages.pools[0].num_pages * max_share))
         self._num_blocks = 0  # in leases
         self._held: dict[Lease, list[tuple[int, Block]]] = {}  # kinds and pages
+        self._report = report
+        report(0)
 
     @property
     def num_leases(self) -> int:
@@ -154,6 +158,7 @@ class Departures:
         lease = Lease(chain, first_block, [self._views(of_block) for of_block in held], self._release)
         self._num_blocks += len(held)
         self._held[lease] = [pair for of_block in held for pair in of_block]
+        self._report(self.num_leases)
         self._inbox.post_at(self._clock() + timeout_s, partial(self._expire, weakref.ref(lease)))
         self._steps.call_after(lambda: on_ready(lease), next_step=self._pages.has_copies)
         return lease
@@ -184,3 +189,4 @@ class Departures:
             self._num_blocks -= lease.num_blocks
         for kind, page in self._held.pop(lease, ()):
             self._pages.unpin(kind, page)
+        self._report(self.num_leases)

@@ -13,9 +13,11 @@ from engine.observability.metrics import (
     KV_COPIED_TOKENS,
     TIER_BLOCKS,
     TIER_BYTES,
+    TIER_CAPACITY,
     TIER_FAILURES,
     TIER_FETCH_SECONDS,
     TIER_HITS,
+    TIER_LEASES,
     TIER_TOKENS,
     MetricSink,
     NullSink,
@@ -114,7 +116,20 @@ class TierMeter:
         """Report how many blocks a tier holds."""
         self._sink.set(TIER_BLOCKS, num_blocks, tier=name)
 
+    def has_room_for(self, name: str, num_blocks: int) -> None:
+        """Report how many blocks a tier can hold."""
+        self._sink.set(TIER_CAPACITY, num_blocks, tier=name)
+
+    def lends(self, num_leases: int) -> None:
+        """Report how many leases there are."""
+        self._sink.set(TIER_LEASES, num_leases)
+
+    def copied(self, direction: str, num_tokens: int, num_bytes: int) -> None:
+        """Count what a step copies from host memory (in) or to it (out)."""
+        self._moved("host", direction, num_tokens, num_bytes)
+
     def _moved(self, name: str, direction: str, num_tokens: int, num_bytes: int) -> None:
         if num_tokens:
             self._sink.increment(TIER_TOKENS, num_tokens, tier=name, direction=direction)
+        if num_bytes:
             self._sink.increment(TIER_BYTES, num_bytes, tier=name, direction=direction)

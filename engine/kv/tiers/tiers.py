@@ -82,8 +82,9 @@ class Tiers(EngineObserver):
         self.steps = StepClock()
         self.pages = HostPages(blocks, memory.kinds)
         self.meter = TierMeter(sink)
+        self.meter.has_room_for("host", info.num_host_blocks)
         self.arrivals = Arrivals(self.pages, memory, self.inbox)
-        self.departures = Departures(self.pages, memory, self.inbox, self.steps)
+        self.departures = Departures(self.pages, memory, self.inbox, self.steps, report=self.meter.lends)
         self.fetching = Fetching(
             self.pages,
             self.arrivals,
@@ -189,6 +190,7 @@ class Tiers(EngineObserver):
 
     def step_scheduled(self, output: SchedulerOutput) -> None:
         if not output.is_empty:
+            self._count_copies(output)
             self.steps.launched(output)
         if output.admitted:
             self.fetching.started(output.admitted)
@@ -197,6 +199,16 @@ class Tiers(EngineObserver):
         if output.num_tokens:
             self._pace.step_finished(times.total)
         self.steps.finished(output)
+
+    def _count_copies(self, output: SchedulerOutput) -> None:
+        """Count what a step copies from and to the host pools."""
+        sizes, blocks = [kind.num_bytes for kind in self._memory.kinds], output.block_copies
+        for direction, of_blocks, copies in (
+            ("in", blocks.swap_in, [pool.swap_in for pool in output.copies]),
+            ("out", blocks.swap_out, [pool.swap_out for pool in output.copies]),
+        ):
+            num_bytes = sum(len(pairs) * size for pairs, size in zip(copies, sizes, strict=False))
+            self.meter.copied(direction, len(of_blocks) * self._info.block_size, num_bytes)
 
     def request_left(self, group: SequenceGroup, rejection: OverloadedError | None) -> None:
         self.fetching.started([group])

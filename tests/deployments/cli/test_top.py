@@ -85,6 +85,23 @@ def test_bars_have_one_width(blocks: dict[str, int]) -> None:
     assert sum(line.count(character) for character in "█▒·") == 20
 
 
+def test_tiers_beyond_the_device_have_a_line_each() -> None:
+    state, console = live(routed=[]), Console(file=io.StringIO(), width=120)
+    counters = {"hit_tokens": 32, "in_tokens": 4800, "out_tokens": 160}
+    state["replicas"][0]["tiers"] = [
+        {"name": "host", "blocks": 10, "num_blocks": 20, **counters},
+        {"name": "peer", "blocks": 0, "num_blocks": 0, **counters},
+    ]
+    console.print(render(state, History(), "u", 5))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    host, peer = (line for line in lines if " host " in line or " peer " in line)
+    assert host.split() == ["abc12345", "host", "4,800", "160", "32", "▒" * 10 + "·" * 10, "50%", "of", "20"]
+    assert peer.split() == ["abc12345", "peer", "4,800", "160", "32"]
+    console = Console(file=io.StringIO(), width=60)
+    console.print(render(state, History(), "u", 5))
+    assert all(len(line) <= 60 for line in console.file.getvalue().splitlines())  # type: ignore[attr-defined]
+
+
 def test_numbers_stay_whole_in_a_narrow_terminal() -> None:
     console = Console(file=io.StringIO(), width=60)
     console.print(render(live(), History(), "u", 5))

@@ -27,6 +27,10 @@ from engine.observability.metrics import (
     PREEMPTIONS,
     PROMPT_TOKENS,
     STEP_TOKENS,
+    TIER_BLOCKS,
+    TIER_CAPACITY,
+    TIER_HITS,
+    TIER_TOKENS,
 )
 from tests.deployments.fakes import FakeEngines
 from tests.waiting import until_in_loop
@@ -118,6 +122,12 @@ def snapshot() -> EngineSnapshot:
     recorder.increment(PREEMPTIONS, 2, kind="swap")
     recorder.increment(PREEMPTIONS, 1, kind="recompute")
     recorder.observe(STEP_TOKENS, 5)
+    recorder.set(TIER_BLOCKS, 7, tier="host")
+    recorder.set(TIER_CAPACITY, 20, tier="host")
+    recorder.increment(TIER_HITS, 32, tier="host")
+    recorder.increment(TIER_TOKENS, 48, tier="host", direction="in")
+    recorder.increment(TIER_TOKENS, 160, tier="host", direction="out")
+    recorder.increment(TIER_TOKENS, 16, tier="peer", direction="out")
     stats = EngineStats(3, 2, 1, 0, 0, 0)
     return EngineSnapshot.take(stats, recorder.snapshot(), BlockMap(5, 2, bytes([1, 1, 0, 0, 0, 2, 0, 0, 0])))
 
@@ -170,6 +180,10 @@ async def test_the_documented_shape() -> None:
         "num_blocks": 5,
         "blocks_per_cell": 2,
         "cells": base64.b64encode(bytes([1, 1, 0, 0, 0, 2, 0, 0, 0])).decode(),
+        "tiers": [
+            {"name": "host", "blocks": 7, "num_blocks": 20, "hit_tokens": 32, "in_tokens": 48, "out_tokens": 160},
+            {"name": "peer", "blocks": 0, "num_blocks": 0, "hit_tokens": 0, "in_tokens": 0, "out_tokens": 16},
+        ],
     }
     assert [(request["ingress"], request["time"]) for request in state["routed"]] == [
         ("j", 6.0),

@@ -88,6 +88,7 @@ class DiskTier:
             found = list(file.scan(kind))
             index.restore((slot, header.digest, header.block_hash) for slot, header in by_use(found))
             self._generation = max([self._generation, *(header.generation for _, header in found)])
+        meter.has_room_for(self.name, self.max_blocks)
         self._report_all()
 
     @classmethod

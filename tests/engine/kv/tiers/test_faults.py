@@ -63,6 +63,11 @@ def test_a_restart_finds_all_blocks_and_reports_them(tmp_path: Path, runner: Sha
     assert sink.counters[m.TIER_TOKENS, "disk", "in"] == FULL
     assert sink.counters[m.TIER_HITS, "disk"] == sink.counters[m.TIER_HITS, "host"] == FULL
     assert sink.counters[m.TIER_BYTES, "disk", "in"] == FULL * 8
+    assert sink.counters[m.TIER_TOKENS, "host", "in"] == FULL
+    assert sink.counters[m.TIER_BYTES, "host", "in"] == FULL * 8
+    assert sink.gauges[m.TIER_CAPACITY, "disk"] == disk_of(engine).max_blocks
+    assert sink.gauges[m.TIER_CAPACITY, "host"] == 32
+    assert sink.gauges[m.TIER_LEASES] == 0
     engine.close()
 
 
