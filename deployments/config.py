@@ -17,13 +17,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from deployments.batch.options import BatchOptions
-from deployments.gpu_share import default_gpus_per_engine, require_valid_gpus_per_engine
 from deployments.parsers.detection import NONE
 from deployments.parsers.reasoning_parsers import REASONING_PARSERS
 from deployments.parsers.registry import RESPONSE_TEMPLATE
 from deployments.parsers.tool_parsers import TOOL_PARSERS
 from deployments.proxy.limits import ProxyLimits
 from deployments.routing.options import RoutingOptions
+from deployments.serve.gpu_share import default_gpus_per_engine, require_valid_gpus_per_engine
 from deployments.version import checkout_root
 from engine.config import EngineConfig
 from engine.errors import ConfigError

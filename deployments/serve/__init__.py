@@ -1,4 +1,4 @@
-"""What Ray Serve runs or calls: autoscaling policy, request router, HTTP server, broadcasts, the priority of processes.
+"""What Ray Serve runs or calls: autoscaling, request router, HTTP server, broadcasts, processes, shares of GPUs.
 
 Knows Ray Serve's interfaces. Does not know the OpenAI API or engines.
 """

@@ -62,8 +62,12 @@ class PageTransfer:
         self._thread.join()
 
     def copy(self, order: CopyOrder) -> None:
-        """Read the KV of a text from another replica when there is time and room. Any thread may call it."""
-        if len(order.token_ids) <= self._info.max_model_len:
+        """Read the KV of a text from another replica when there is time and room. Any thread may call it.
+
+        A text that no request of this model can have is ignored.
+        """
+        token_ids, info = order.token_ids, self._info
+        if 0 < len(token_ids) <= info.max_model_len and 0 <= min(token_ids) <= max(token_ids) < info.vocab_size:
             self._tiers.inbox.post(lambda: self._tiers.copies.add(order))
 
     def drain(self, quiet_s: float, within_s: float) -> None:

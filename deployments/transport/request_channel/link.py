@@ -109,8 +109,8 @@ class Link:
 
     def copy(self, order: CopyOrder) -> None:
         """Let the replica read the KV of a text from another one. It is a hint: nothing says whether it does."""
-        if self.takes_requests:
-            self._connection.send(encode_copy(order))
+        if self.takes_requests and len(data := encode_copy(order)) <= MAX_REQUEST_BYTES:
+            self._connection.send(data)
 
     def cancel(self, dispatch: Dispatch) -> None:
         """Forget a dispatch; if it is unfinished and was sent here, the replica aborts its request."""

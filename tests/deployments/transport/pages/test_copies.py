@@ -125,6 +125,14 @@ async def test_copies_need_room_in_the_host_pool(qwen3: str) -> None:
         assert await target.answer(PROMPT) == expected
 
 
+@pytest.mark.parametrize("tokens", [[], [-1] * 8, [2**31 - 1] * 8, [5] * 100_000])
+async def test_a_text_that_no_request_can_have_is_ignored(qwen3: str, tokens: list[int]) -> None:
+    async with nodes(qwen3, 1) as (node,):
+        node.transfer.copy(CopyOrder(tokens, "", node.source(8), "replication"))
+        assert await node.answer(PROMPT)
+        assert node.failures == {}
+
+
 async def test_without_a_client_nothing_is_copied(qwen3: str) -> None:
     async with nodes(qwen3, 1) as (node,):
         node.tiers.copies.peers = None

@@ -14,8 +14,9 @@ import zmq
 from deployments.transport.request_channel import server as server_module
 from deployments.transport.request_channel import sockets as sockets_module
 from deployments.transport.request_channel.codec import decode_from_replica, encode, encode_request
-from deployments.transport.request_channel.messages import Abort, Hello, Outputs, Status
-from engine.request import EngineRequest
+from deployments.transport.request_channel.messages import Abort, Copy, Hello, Outputs, Status
+from engine.kv.tiers.copies import CopyOrder
+from engine.request import EngineRequest, KVSource
 from engine.sampling_params import SamplingParams
 from tests.deployments.transport.request_channel.peers import HOST, Peers, Replica, tokens_of
 from tests.waiting import until_in_loop
@@ -50,13 +51,17 @@ def count_received(replica: Replica, identity: bytes) -> list[bytes]:
 
 async def test_without_the_secret_nothing_is_served_or_answered(peers: Peers) -> None:
     replica, ingress = await peers.pair()
+    copied: list[CopyOrder] = []
+    replica.server._on_copy = copied.append
     received = count_received(replica, b"evil")
     with dealer(replica.server.address.requests) as evil:
         for secret in ("", "x" * 64, "\ud7ff", replica.server.address.secret[:-1]):
             evil.send(encode(Hello(secret, 0, 0, 0, False)))
             evil.send(encode_request(1, 1, REQUEST, []))
             evil.send(encode(Abort(2, 1)))
-        await until_in_loop(lambda: len(received) == 12)
+            evil.send(encode(Copy(b"1234", "", KVSource("tcp://10.0.0.1:5", "", 1), "drain")))
+        await until_in_loop(lambda: len(received) == 16)
+        assert copied == []
         assert len(replica.server._ingresses) == 1
         assert replica.server.num_requests == 0
         evil.send(encode(Hello(replica.server.address.secret, 0, 0, 0, False)))

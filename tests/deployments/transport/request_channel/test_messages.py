@@ -13,15 +13,18 @@ from msgspec.structs import replace
 
 from deployments.transport.request_channel.codec import (
     ChannelMessageError,
+    copy_order_of,
     decode_from_ingress,
     decode_from_replica,
     encode,
+    encode_copy,
     encode_request,
     request_of,
 )
 from deployments.transport.request_channel.errors import ReplicaDrainingError, ReplicaFullError, error_of, failure_of
-from deployments.transport.request_channel.messages import Abort, Hello, Outputs, Status, Submit
+from deployments.transport.request_channel.messages import Abort, Copy, Hello, Outputs, Status, Submit
 from engine.errors import EngineDeadError, OverloadedError, PromptTooLongError, RequestError
+from engine.kv.tiers.copies import CopyOrder, CopyReason
 from engine.options.structured_outputs import StructuredOutputsParams
 from engine.options.thinking_budget import ThinkingBudget
 from engine.outputs import EngineOutput, FinishReason, Logprob, RequestTiming
@@ -140,6 +143,19 @@ def test_a_text_and_its_vector_arrive_as_they_were(pooling: PoolingParams, vecto
     assert isinstance(arrived, Outputs)
     assert arrived.others == [(1, output)]
     assert EngineOutput.join([output, output]).pooled == vector
+
+
+@given(st.lists(ids, max_size=50), st.text(max_size=5), st.sampled_from(["replication", "drain", "warm_up"]))
+@settings(max_examples=30, deadline=None)
+def test_a_text_to_copy_arrives_as_it_was(tokens: list[int], cache_key: str, reason: CopyReason) -> None:
+    order = CopyOrder(tokens, cache_key, KVSource("tcp://10.0.0.1:5", "secret", 8), reason)
+    message = decode_from_ingress(encode_copy(order))
+    assert isinstance(message, Copy)
+    assert copy_order_of(message) == order
+    with pytest.raises(ChannelMessageError):
+        copy_order_of(Copy(b"123", cache_key, order.source, reason))
+    with pytest.raises(ChannelMessageError):
+        decode_from_ingress(encode(Copy(b"", cache_key, order.source, "theft")))  # type: ignore[arg-type]
 
 
 def test_bounds_beyond_64_bits_stay_bounds() -> None:

@@ -108,8 +108,7 @@ def test_an_engine_without_a_reserved_gpu_runs_on_the_cpu() -> None:
 
 
 def test_the_decision_needs_neither_ray_nor_torch() -> None:
-    program = (
-        "import sys, deployments.gpu_share, deployments.config; print({'ray', 'torch'} & set(sys.modules) or 'neither')"
-    )
+    modules = "sys, deployments.serve.gpu_share, deployments.config"
+    program = f"import {modules}; print({{'ray', 'torch'}} & set(sys.modules) or 'neither')"
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG_S, check=True)
     assert answer.stdout == "neither\n"
