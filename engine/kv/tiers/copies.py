@@ -139,7 +139,7 @@ class Copies:
         num_blocks = max(0, self._arrivals.publish(arrival) - arrival.first_block)
         self._arrivals.release(arrival)
         num_tokens = num_blocks * arrival.chain.block_size
-        self._meter.copied(order.reason, self.peers.name, num_tokens=num_tokens, num_bytes=arrival.num_bytes)
+        self._meter.copied_ahead(order.reason, self.peers.name, num_tokens=num_tokens, num_bytes=arrival.num_bytes)
         if error is not None:
             self._meter.failed(self.peers.name, error)
         if num_blocks:

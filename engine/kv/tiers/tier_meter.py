@@ -102,7 +102,7 @@ class TierMeter:
         """Count what was written to a disk or read by another engine."""
         self._moved(target, "out", num_tokens, num_bytes)
 
-    def copied(self, reason: str, source: str, *, num_tokens: int, num_bytes: int) -> None:
+    def copied_ahead(self, reason: str, source: str, *, num_tokens: int, num_bytes: int) -> None:
         """Count what was read from another engine before a request needed it."""
         self._moved(source, "in", num_tokens, num_bytes)
         if num_tokens:
