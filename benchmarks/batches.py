@@ -18,15 +18,15 @@ from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
 
-import aiohttp
 import numpy as np
 import openai
 import torch
 
 from benchmarks.machine import describe
 from benchmarks.result_file import write_result
-from benchmarks.serving.completions import Outcome, complete
+from benchmarks.serving.completions import Outcome, complete, connected
 from benchmarks.serving.server import Server, serve
+from deployments.cli.bench.http import HttpTarget
 
 GENERATED, PAUSES = "pagoda_generation_tokens_total", "pagoda_batch_pauses_total"
 PROMPT_TOKENS, ANSWER_TOKENS = 32, 48
@@ -63,12 +63,12 @@ async def _clients(url: str, number: int, seconds: float) -> list[Outcome]:
     outcomes: list[Outcome] = []
     bodies, end = _bodies(1), perf_counter() + seconds
 
-    async def client(session: aiohttp.ClientSession) -> None:
+    async def client(target: HttpTarget) -> None:
         while perf_counter() < end:
-            outcomes.append(await complete(session, url, next(bodies)))
+            outcomes.append(await complete(target, next(bodies)))
 
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        await asyncio.gather(*(client(session) for _ in range(number)))
+    with connected(url) as target:
+        await asyncio.gather(*(client(target) for _ in range(number)))
     return outcomes
 
 

@@ -17,15 +17,15 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import aiohttp
 import numpy as np
 import psutil
 import torch
 
 from benchmarks.machine import describe
 from benchmarks.result_file import write_result
-from benchmarks.serving.completions import Outcome, complete
+from benchmarks.serving.completions import Outcome, complete, connected
 from benchmarks.serving.server import Server, serve
+from deployments.cli.bench.http import HttpTarget
 
 REJECTIONS = "pagoda_ingress_rejections_total"
 ENGINES = 2
@@ -66,12 +66,12 @@ async def _closed_loop(url: str, clients: int, seconds: float) -> list[Outcome]:
     outcomes: list[Outcome] = []
     bodies, end = _bodies(1), perf_counter() + seconds
 
-    async def client(session: aiohttp.ClientSession) -> None:
+    async def client(target: HttpTarget) -> None:
         while perf_counter() < end:
-            outcomes.append(await complete(session, url, next(bodies)))
+            outcomes.append(await complete(target, next(bodies)))
 
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        await asyncio.gather(*(client(session) for _ in range(clients)))
+    with connected(url) as target:
+        await asyncio.gather(*(client(target) for _ in range(clients)))
     return outcomes
 
 
@@ -79,11 +79,11 @@ async def _open_loop(url: str, rate: float, seconds: float, seed: int) -> list[O
     """Send requests at random times, ``rate`` per second, whether or not earlier ones have ended."""
     source, bodies = random.Random(seed), _bodies(seed)
     tasks: list[asyncio.Task[Outcome]] = []
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+    with connected(url) as target:
         at, end = perf_counter(), perf_counter() + seconds
         while at < end:
             await asyncio.sleep(max(0.0, at - perf_counter()))
-            tasks.append(asyncio.create_task(complete(session, url, next(bodies))))
+            tasks.append(asyncio.create_task(complete(target, next(bodies))))
             at += source.expovariate(rate)
         return await asyncio.gather(*tasks)
 

@@ -16,13 +16,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import numpy as np
 import torch
 
 from benchmarks.machine import describe
 from benchmarks.result_file import write_result
-from benchmarks.serving.completions import Outcome, complete
+from benchmarks.serving.completions import Outcome, complete, connected
 from benchmarks.serving.server import Server, serve
 
 VOCABULARY = range(10, 3000)
@@ -74,17 +73,16 @@ async def run(url: str, workload: Sequence[Sequence[list[int]]], seed: int) -> l
     waiting = [list(prompts) for prompts in workload]
     outcomes: list[Outcome] = []
 
-    async def client(session: aiohttp.ClientSession) -> None:
+    async def client() -> None:
         while waiting:
             prompts = waiting.pop(source.randrange(len(waiting)))
             body = {"prompt": prompts.pop(0), "max_tokens": ANSWER_TOKENS, "ignore_eos": True, "temperature": 0}
-            outcomes.append(await complete(session, url, body))
+            with connected(url) as target:  # anew for each request, so that HAProxy balances them over the ingresses
+                outcomes.append(await complete(target, body))
             if prompts:
                 waiting.append(prompts)
 
-    # A connection for each request, so that HAProxy balances them over the ingresses.
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
-        await asyncio.gather(*(client(session) for _ in range(CLIENTS)))
+    await asyncio.gather(*(client() for _ in range(CLIENTS)))
     return outcomes
 
 

@@ -1,22 +1,25 @@
-"""One streamed completion through HTTP, and its outcome for the client: times, tokens, and how it ended."""
+"""One streamed completion through HTTP, and its outcome for the client: times, tokens, and how it ended.
+
+The client is that of `pagoda bench`.
+"""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from time import perf_counter
 from typing import Any
 
-import aiohttp
+from deployments.cli.bench.http import HttpTarget
 
-__all__ = ["Outcome", "complete"]
+__all__ = ["Outcome", "complete", "connected"]
 
 
 @dataclass(slots=True)
 class Outcome:
     """Times are seconds after the request was sent."""
 
-    status: int
+    status: int  # 0: the connection has failed
     sent: float  # on the client's clock
     first_token_s: float = 0.0
     total_s: float = 0.0
@@ -32,30 +35,36 @@ class Outcome:
         return self.status == 200 and not self.error
 
 
-async def complete(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Outcome:
-    """Send a completion request and read its stream to the end."""
-    outcome = Outcome(0, perf_counter())
-    body = body | {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
+@contextmanager
+def connected(url: str, timeout_s: float = 3600.0) -> Iterator[HttpTarget]:
+    """Return the connections to a server: as many as requests run at once. Use it in an event loop."""
+    target = HttpTarget(url, timeout_s=timeout_s)
     try:
-        async with session.post(f"{url}/v1/completions", json=body) as answer:
-            outcome.status = answer.status
-            async for line in answer.content:
-                if line.startswith(b"data: {"):
-                    _read(json.loads(line[6:]), outcome)
-    except aiohttp.ClientError as error:
-        outcome.error = type(error).__name__
-    outcome.total_s = perf_counter() - outcome.sent
-    return outcome
+        yield target
+    finally:
+        target.close()
 
 
-def _read(event: dict[str, Any], outcome: Outcome) -> None:
-    if "error" in event:
-        outcome.error = str(event["error"]["code"])
-    for choice in event.get("choices", ()):
-        if choice["token_ids"]:
-            outcome.arrivals_s.append(perf_counter() - outcome.sent)
-            outcome.first_token_s = outcome.arrivals_s[0]
-        outcome.tokens += len(choice["token_ids"])
-    if usage := event.get("usage"):
-        outcome.prompt_tokens = usage["prompt_tokens"]
-        outcome.cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
+async def complete(target: HttpTarget, body: dict[str, Any]) -> Outcome:
+    """Send a completion request and read its stream to the end."""
+    body = body | {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
+    seen = await target.send("/v1/completions", body)
+    arrivals_s = [at - seen.sent_at for at in seen.arrivals]
+    return Outcome(
+        _status(seen.error),
+        seen.sent_at,
+        arrivals_s[0] if arrivals_s else 0.0,
+        seen.e2e_s,
+        seen.num_tokens,
+        seen.prompt_tokens,
+        seen.cached_tokens,
+        seen.error,
+        arrivals_s,
+    )
+
+
+def _status(error: str) -> int:
+    """Return the status of HTTP that an outcome's error implies."""
+    if error.isdigit():
+        return int(error)
+    return 0 if error == "timeout" or error.endswith("Error") else 200

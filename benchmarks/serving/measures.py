@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-import aiohttp
 import numpy as np
 
-from benchmarks.serving.completions import Outcome, complete
+from benchmarks.serving.completions import Outcome, complete, connected
 from benchmarks.workloads import Workload
 from deployments.cli.bench.prompts import random_ids
 from engine.async_engine import AsyncEngine
@@ -57,9 +56,9 @@ async def http_tokens_per_s(url: str, workload: Workload) -> float:
         RuntimeError: if one fails.
     """
     started = perf_counter()
-    async with _session() as session:
+    with connected(url) as target:
         outcomes = await asyncio.gather(
-            *(complete(session, url, _body(request.prompt, request.out)) for request in workload.requests)
+            *(complete(target, _body(request.prompt, request.out)) for request in workload.requests)
         )
     seconds = perf_counter() - started
     if failed := [outcome for outcome in outcomes if not outcome.succeeded]:
@@ -72,8 +71,8 @@ async def http_tokens_per_s(url: str, workload: Workload) -> float:
 
 async def http_first_tokens(url: str, prompts: list[list[int]]) -> list[float]:
     """Return the seconds to the first token of one request after the other."""
-    async with _session() as session:
-        return [(await complete(session, url, _body(prompt, 1))).first_token_s for prompt in prompts]
+    with connected(url) as target:
+        return [(await complete(target, _body(prompt, 1))).first_token_s for prompt in prompts]
 
 
 class _OneToken:
@@ -115,15 +114,15 @@ async def engine_first_tokens(engine: AsyncEngine, prompts: list[list[int]]) -> 
 async def http_gaps(url: str, streams: int, num_tokens: int, long_prompt: int) -> Gaps:
     """Run streams, send a prompt of ``long_prompt`` tokens while all of them run, and return their gaps."""
     rng = random.Random(streams)
-    async with _session() as session:
+    with connected(url) as target:
         running = [
-            asyncio.create_task(complete(session, url, _body(random_ids(rng, STREAM_PROMPT), num_tokens)))
+            asyncio.create_task(complete(target, _body(random_ids(rng, STREAM_PROMPT), num_tokens)))
             for _ in range(streams)
         ]
         under_way = await complete(
-            session, url, _body(random_ids(rng, STREAM_PROMPT), LONG_PROMPT_AFTER)
+            target, _body(random_ids(rng, STREAM_PROMPT), LONG_PROMPT_AFTER)
         )  # ends when the streams are running
-        long = await complete(session, url, _body(random_ids(rng, long_prompt), 1))
+        long = await complete(target, _body(random_ids(rng, long_prompt), 1))
         outcomes = list(await asyncio.gather(*running))
     return gaps_of([*outcomes], long, failed=sum(not item.succeeded for item in [*outcomes, long, under_way]))
 
@@ -153,10 +152,6 @@ def gaps_of(outcomes: list[Outcome], long: Outcome, failed: int = 0) -> Gaps:
         round(long.first_token_s, 3),
         failed,
     )
-
-
-def _session() -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None))
 
 
 def _body(prompt: list[int], num_tokens: int) -> dict[str, Any]:

@@ -9,16 +9,35 @@ from typing import Any
 
 import pytest
 
-from benchmarks.serving.completions import Outcome
+from benchmarks.serving.completions import Outcome, complete, connected
 from benchmarks.serving.load_generators import aiperf_command, aiperf_figures, guidellm_command, guidellm_figures
 from benchmarks.serving.measures import gaps_of
 from benchmarks.serving.server import Server
+from tests.deployments.cli.fake_server import fake_server
+from tests.ports import free_port
 
 TARGET = ("program", "http://host:1", "model-dir", "name")
 
 
 def _stream(sent: float, arrivals: list[float]) -> Outcome:
     return Outcome(200, sent, arrivals_s=arrivals, tokens=len(arrivals))
+
+
+async def test_a_completion_says_when_tokens_came_and_how_it_ended() -> None:
+    body = {"prompt": [1, 2], "max_tokens": 3}
+    with fake_server() as server, connected(server.url) as target:
+        server.deltas = [["a", "b", "c"], ["d"]]
+        outcome = await complete(target, body)
+        assert (outcome.succeeded, outcome.status, outcome.tokens) == (True, 200, 3)
+        assert len(outcome.arrivals_s) == 3
+        assert 0 < outcome.first_token_s == outcome.arrivals_s[0] <= outcome.arrivals_s[-1] <= outcome.total_s
+        assert (await complete(target, body)).succeeded  # over the same connection
+        server.status = 503
+        refused = await complete(target, body)
+        assert (refused.succeeded, refused.status, refused.error) == (False, 503, "503")
+    with connected(f"http://127.0.0.1:{free_port()}") as target:
+        lost = await complete(target, body)
+        assert (lost.succeeded, lost.status, lost.error) == (False, 0, "ConnectionRefusedError")
 
 
 @pytest.mark.parametrize("name", ["http_proxy", "HTTP_PROXY", "ALL_PROXY"])
