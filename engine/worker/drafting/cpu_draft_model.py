@@ -1,9 +1,10 @@
 """CpuDraftModel: samples drafts from a smaller model, with the parameters and the noise of each sequence.
 
 The noise of a token is a function of seed, position and token (sampling/noise.py), so both models add the same one to
-their logits. Where their distributions are alike, they choose the same token: both draw from their own distribution,
-and agree at least as often as any drafter that does not know the other one's can guarantee (Gumbel coupling: Daliri et
-al., 2024, arXiv 2408.07978). Without noise, at temperature 0, they agree where the most likely token is the same.
+their logits. At a total variation distance d of their distributions they choose the same token with a probability of at
+least (1 - d) / (1 + d), and no way for two models to draw without seeing the other's distribution guarantees more
+(Daliri et al., 2024, arXiv 2408.07978). Without noise, at temperature 0, they agree where the most likely token is the
+same.
 """
 
 from __future__ import annotations

@@ -149,12 +149,8 @@ def test_which_sequences_it_catches_up_with() -> None:
     model = FakeModel()
     model.max_len = 5000
     drafting = ModelDrafting(model, Acceptance())
-    prompt, decoding, late, ending = (
-        make_sequence(3000, 9999),
-        make_sequence(),
-        make_sequence(),
-        make_sequence(800, 810),
-    )
+    prompt, decoding, late = make_sequence(3000, 9999), make_sequence(), make_sequence()
+    ending = make_sequence(800, 810)
     prompt.num_computed_tokens = 1000
     late.token_ids += [1] * 600
     for sequence in (decoding, late, ending):
