@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import argparse
 import random
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -55,12 +55,12 @@ class Acceptance:
     draft: str
     temperature: float
     tokens: int
-    independent: float
-    same_noise: float
-    rejection: float
-    bound: float
-    measured: float = 0.0
-    gained: float = 0.0
+    measured: float
+    gained: float
+    independent: float | None = None  # None: the distributions of weights that the engine quantizes are not known
+    same_noise: float | None = None
+    rejection: float | None = None
+    bound: float | None = None
 
 
 def distil(directory: Path, num_layers: int, num_steps: int) -> None:
@@ -202,9 +202,12 @@ def _compare(draft: Path, num_questions: int, max_tokens: int) -> list[Acceptanc
             "itself in int8": {"model": str(MODEL), "quantization": "int8"},
         }
         for name, options in drafts.items():
-            known = acceptance(p, q) if "quantization" not in options else (0.0,) * 4
-            measured = _measured(prompts, params, options)
-            records.append(Acceptance(name, temperature, len(p), *known, *measured))
+            measured, gained = _measured(prompts, params, options)
+            record = Acceptance(name, temperature, len(p), measured, gained)
+            if "quantization" not in options:
+                names = ("independent", "same_noise", "rejection", "bound")
+                record = replace(record, **dict(zip(names, acceptance(p, q), strict=True)))
+            records.append(record)
             print(records[-1], flush=True)
     return records
 

@@ -51,8 +51,8 @@ class DraftModel(Protocol):
     def num_computed(self, sequence: Sequence) -> int:
         """Return the leading tokens of a running sequence that it need not compute again."""
 
-    def fill(self, ends: Mapping[Sequence, int]) -> ModelDrafts:
-        """Compute the tokens of sequences that it lacks, up to these of each; draft nothing."""
+    def fill(self, ends: Mapping[Sequence, int], max_tokens: int | None = None) -> ModelDrafts:
+        """Compute the tokens of sequences that it lacks, up to these of each, at most ``max_tokens``; draft nothing."""
 
     def draft(self, lengths: Mapping[Sequence, int]) -> ModelDrafts:
         """Compute the tokens that it lacks, and draft up to these numbers of tokens, for which there are blocks."""

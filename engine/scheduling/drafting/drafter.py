@@ -162,7 +162,7 @@ class Drafter:
         limits = self._model_limits(model, indices, step, room)
         lengths = model.lengths(limits, self.payoff, room.num_tokens, room.num_expected)
         if model.is_on:
-            self._fill(model, step, admitted)
+            self._fill(model, step, admitted, room.num_tokens)
         for sequence, length in lengths.items():
             room.num_blocks -= self._blocks.extend(sequence, sequence.num_tokens + length)
         drafts = model.draft(lengths) if lengths else {}
@@ -188,15 +188,14 @@ class Drafter:
                 num_blocks -= max(0, self._blocks.num_blocks_for(sequence.num_tokens + limit) - num_held)
         return limits
 
-    def _fill(self, model: ModelDrafting, step: StepBuilder, admitted: set[SequenceGroup]) -> None:
+    def _fill(self, model: ModelDrafting, step: StepBuilder, admitted: set[SequenceGroup], num_tokens: int) -> None:
         """Let the draft model compute what the large one has computed of prompts."""
         computed = {
             sequence: sequence.num_computed_tokens
             for sequence in step.running
             if sequence.group.beams is None and sequence.group not in admitted
         }
-        if behind := model.behind(computed):
-            model.model.fill(behind)
+        model.fill(computed, self.payoff, num_tokens)
 
     # --- how many tokens ----------------------------------------------------------------------------------------
 

@@ -21,7 +21,8 @@ from engine.sequence import Sequence
 
 __all__ = ["ModelDrafting"]
 
-_MOST_LAG = 512  # tokens that are computed in the pass that drafts; more are computed before, in steps of their own
+_MOST_FILLED, _LEAST_FILLED = 2048, 16  # tokens of a step that prepares drafts
+_MOST_LAG = 128  # tokens that are computed in the pass that drafts; more are computed before, in steps of their own
 _MOST_LAG_PER_TOKEN = 8  # of the rest of the answer: else they are not worth computing
 
 
@@ -71,6 +72,20 @@ class ModelDrafting:
             if num_passes:
                 return {sequence: min(limit, num_passes) for sequence, limit in ready.items()}
         return self._tried(lags, payoff, num_tokens)
+
+    def fill(self, sequences: Mapping[Sequence, int], payoff: Payoff | None, num_tokens: int) -> None:
+        """Let the draft model catch up with sequences; that takes about as long as the step, at most.
+
+        Args:
+            sequences: and how many of their tokens the large model has computed.
+            payoff: None: as much as one pass computes.
+            num_tokens: of the step.
+        """
+        if behind := self.behind(sequences):
+            most = _MOST_FILLED
+            while payoff is not None and most > _LEAST_FILLED and self._cost(most, payoff) > payoff.cost(num_tokens):
+                most //= 2
+            self.model.fill(behind, None if payoff is None else most)
 
     def behind(self, sequences: Mapping[Sequence, int]) -> dict[Sequence, int]:
         """Return the tokens up to which the draft model is to compute those sequences that it has to catch up with.

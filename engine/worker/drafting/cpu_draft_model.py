@@ -55,9 +55,11 @@ class CpuDraftModel:
         """Return the leading tokens of a running sequence that it need not compute again."""
         return self._marks.num_computed(sequence)
 
-    def fill(self, ends: Mapping[Sequence, int]) -> ModelDrafts:
+    def fill(self, ends: Mapping[Sequence, int], max_tokens: int | None = None) -> ModelDrafts:
         """Compute the tokens of sequences that it lacks, up to these of each, as far as one pass computes them."""
         drafts, chunks, num_left = ModelDrafts(), list[_Chunk](), self._max_pass_tokens
+        if max_tokens is not None:
+            num_left = min(num_left, max_tokens)
         for sequence, end in ends.items():
             first = self._marks.num_computed(sequence)  # those that a chunk before this one computes are marked
             if end > first and num_left:

@@ -28,15 +28,15 @@ class FakeModel:
     def __init__(self, seconds: float = 0.0, runner: ShadowRunner | None = None, share: float = 0.1) -> None:
         self.seconds, self.share = seconds, share
         self.computed: dict[Sequence, int] = {}
-        self.filled: list[dict[Sequence, int]] = []
+        self.most_filled: list[int | None] = []
         self.longest = 0  # tokens with the draft
         self._runner = runner
 
     def num_computed(self, sequence: Sequence) -> int:
         return self.computed.get(sequence, 0)
 
-    def fill(self, ends: Mapping[Sequence, int]) -> ModelDrafts:
-        self.filled.append(dict(ends))
+    def fill(self, ends: Mapping[Sequence, int], max_tokens: int | None = None) -> ModelDrafts:
+        self.most_filled.append(max_tokens)
         self.computed.update(ends)
         return ModelDrafts()
 
@@ -159,6 +159,21 @@ def test_which_sequences_it_catches_up_with() -> None:
     assert set(drafting.behind(computed)) == {prompt, late}
     model.max_len = 900
     assert set(drafting.behind(computed)) == {late}
+
+
+def test_catching_up_takes_no_longer_than_the_step() -> None:
+    """A pass of eight tokens takes a tenth of a step of as many; further tokens of both in proportion."""
+    model = FakeModel(0.01)
+    model.max_len = 5000
+    drafting, sequence = ModelDrafting(model, Acceptance()), make_sequence(3000, 9999)
+    drafting.draft({make_sequence(): 1})
+    sequence.num_computed_tokens = 2900
+    for payoff, num_tokens in ((measured(), 1), (measured(), 64), (None, 1)):
+        model.computed.clear()
+        drafting.fill({sequence: 2900}, payoff, num_tokens)
+    assert model.most_filled == [64, 512, None]
+    drafting.fill({sequence: 2900}, measured(), 1)  # nothing is left
+    assert len(model.most_filled) == 3
 
 
 def start(model: FakeModel, runner: ShadowRunner, engine: Engine) -> None:
