@@ -164,10 +164,10 @@ class ClusterView:
 
     def _choose(self, dispatch: Dispatch, candidates: Sequence[str], is_lost: Callable[[str], bool]) -> Decision:
         with self._lock:
-            if not self._table.rows.knows(candidates):  # one may be unlisted already
-                self.routing.add_unknown(candidates)
             if self._handing_over:
                 self._forget_ended()
+            if not self._table.rows.knows(candidates):  # one may be unlisted already
+                self.routing.add_unknown(candidates)
             now = self._clock()
             self._table.sample(now)
             request = dispatch.request
@@ -176,12 +176,9 @@ class ClusterView:
             sources = self._sources.find(
                 prompt, num_cached_blocks, request, dispatch.avoid, is_lost, dispatch.handed_over_by, now
             )
-            decision = self._policy.choose(
+            return self._policy.choose(
                 candidates, prompt, num_cached_blocks, dispatch.avoid, request.params.max_tokens, sources
             )
-            if sources is not None and sources.guesses and decision.fetch is not None:
-                self._table.rates.guessed(now)
-            return decision
 
     def kv_source(self, decision: Decision) -> KVSource | None:
         """Return what a request tells its replica of the peer from which it may fetch KV; None if from none."""
@@ -224,6 +221,8 @@ class ClusterView:
             now = dispatch.sent_at = self._clock()
             self._recently_routed.add(dispatch, decision, block_size)
             self._index.expire(now)
+            if decision.fetch is not None and decision.fetch.holder is not None and self._table.rates.may_guess(now):
+                self._table.rates.guessed(now)
             if dispatch.replica in self._table.by_name:
                 num_cached_tokens = decision.num_held_blocks * block_size
                 dispatch.num_uncached_tokens = max(1, dispatch.request.num_tokens - num_cached_tokens)

@@ -18,7 +18,7 @@ from deployments.routing.policy import Decision
 from engine.observability.load import EngineLoad
 from engine.observability.metrics import Metric
 from tests.deployments.routing.dispatches import dispatch_of, send
-from tests.deployments.routing.views import make_view
+from tests.deployments.routing.views import dispatched, make_view
 
 IDLE = EngineLoad(0, 0, 0, 1_000, 1_000, 1_000.0, 1)
 
@@ -155,3 +155,17 @@ def test_a_replica_that_takes_nothing_is_passed_over_and_the_others_are_asked_on
         assert decision is not None
         assert (decision.replica, len(asked)) == (expected, num_asked)
     assert view.choose(dispatch, names, takes("")) is None
+
+
+def test_candidates_that_are_unlisted_while_another_replica_is_forgotten_are_known() -> None:
+    """Serve's thread unlists replicas before the event loop hears of it."""
+    view = make_view("abc")
+    handed_over = dispatched(view, "a", [1], 16, now=0.0)
+    handed_over.is_handed_over = True
+    view.ended(handed_over)
+    for listed in ("bc", "c"):
+        view.now = 60.0  # the reports of a have expired
+        view.set_replicas({name: {} for name in listed})
+        decision = view.choose(dispatch_of([1], 16), ("a", "b", "c"))
+        assert decision is not None
+        assert decision.replica in "abc"

@@ -17,6 +17,7 @@ from deployments.observability.ingress_metrics import (
 from deployments.routing.policy import Decision
 from deployments.routing.source_rates import DISK
 from deployments.transport.pages.address import PageAddress
+from deployments.transport.request_channel.dispatch import Dispatch
 from engine.observability.load import SourceRate
 from engine.observability.metrics import Metric
 from engine.request import KVSource
@@ -265,9 +266,21 @@ def test_one_request_in_many_finds_out_how_fast_peers_are() -> None:
     view = paged_view(rate=0.0)
     view.routing.stored("a", PROMPT)
     queue(view, "a", 3_000)
-    chosen = {f"id{number}": choose(view, request_id=f"id{number}") for number in range(300)}
-    guessed = [name for name, decision in chosen.items() if decision.fetch is not None]
-    assert len(guessed) == 1  # within ten seconds
+    other = [block + 10**6 for block in PROMPT]
+    view.routing.stored("a", other)
+
+    def guesses(hashes: Sequence[int]) -> list[tuple[Dispatch, Decision]]:
+        tried = [dispatch_of(hashes, TOKENS) for _ in range(300)]
+        for number, dispatch in enumerate(tried):
+            dispatch.request = replace(dispatch.request, request_id=f"id{number}")
+        decided = [(dispatch, view.choose(dispatch, ("a", "b", "c"))) for dispatch in tried]
+        return [(dispatch, decision) for dispatch, decision in decided if decision.fetch is not None]
+
+    assert 5 < len(guesses(PROMPT)) < 60  # a choice alone is no guess: the replica may take no request
+    dispatch, decision = guesses(other)[0]
+    dispatch.replica = decision.replica
+    view.sent(dispatch, decision)
+    assert not guesses(PROMPT)  # within ten seconds
     view.routing.report("b", replace(IDLE, source_rates=(SourceRate(endpoint("a"), 0.0, 1e5),)), now=1.0)
     queue(view, "a", 3_000, now=1.0)
     view.now = 1.0
