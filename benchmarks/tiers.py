@@ -4,7 +4,8 @@
 
 Prompts are computed, come from host memory after others have evicted them, and come from the disk in an engine that was
 started again: once with the file in the system's page cache, once without. Decoding is measured three ways, in turns:
-without tiers, with idle ones, and while a text is written to the disk.
+without tiers, with idle ones, and while a text is written to the disk; the processor's time of a step, of all threads,
+beside its duration, which other programs make longer.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import statistics
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import torch
@@ -109,27 +110,32 @@ def first_tokens(new_engine: Callable[[], Engine], prompts: list[Prompt], direct
     }
 
 
-def step_seconds(engine: Engine, prompts: list[Prompt], num_tokens: int, text: Prompt | None = None) -> list[float]:
-    """Return the seconds of each step that only decodes, while ``text`` is written to the disk if there is one."""
+def step_seconds(
+    engine: Engine, prompts: list[Prompt], num_tokens: int, text: Prompt | None = None
+) -> list[tuple[float, float]]:
+    """Return the seconds, and those of the processor, of each step that only decodes.
+
+    If there is a ``text``, these are the steps while it is written to the disk.
+    """
     if text is not None:
         first_token(engine, text)
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     for number, prompt in enumerate(prompts):
         engine.add_request(EngineRequest(str(number), prompt, params))
-    seconds: list[float] = []
+    seconds: list[tuple[float, float]] = []
     while engine.scheduler.has_unfinished:
         decodes = bool(engine.scheduler.running) and not engine.scheduler.waiting
-        started = perf_counter()
+        started, started_cpu = perf_counter(), process_time()
         engine.step()
         if decodes and (text is None or (engine.tiers is not None and engine.tiers.is_saving)):
-            seconds.append(perf_counter() - started)
+            seconds.append((perf_counter() - started, process_time() - started_cpu))
     settle(engine)
     return seconds
 
 
 def decoding(engines: dict[str, Engine], num_rounds: int, num_tokens: int, text_tokens: int) -> dict[str, Any]:
     """Return the median step of a few streams with and without tiers, and while a text is written."""
-    rng, results = random.Random(1), dict[str, list[float]]()
+    rng, results = random.Random(1), dict[str, list[tuple[float, float]]]()
     for number in range(num_rounds):
         prompts = [random_prompt(rng, 64) for _ in range(4)]
         order = list(engines.items())
@@ -140,8 +146,9 @@ def decoding(engines: dict[str, Engine], num_rounds: int, num_tokens: int, text_
     return {
         name: {
             "steps": len(steps),
-            "median_ms": round(1e3 * statistics.median(steps), 3),
-            "p90_ms": round(1e3 * statistics.quantiles(steps, n=10)[-1], 3),
+            "median_ms": round(1e3 * statistics.median(wall for wall, _ in steps), 3),
+            "p90_ms": round(1e3 * statistics.quantiles((wall for wall, _ in steps), n=10)[-1], 3),
+            "median_cpu_ms": round(1e3 * statistics.median(cpu for _, cpu in steps), 3),
         }
         for name, steps in results.items()
         if len(steps) > 1  # a tiny model's text is written within a step
