@@ -205,8 +205,8 @@ def _compare(draft: Path, num_questions: int, max_tokens: int) -> list[Acceptanc
             measured, gained = _measured(prompts, params, options)
             record = Acceptance(name, temperature, len(p), measured, gained)
             if "quantization" not in options:
-                names = ("independent", "same_noise", "rejection", "bound")
-                record = replace(record, **dict(zip(names, acceptance(p, q), strict=True)))
+                independent, same, rejection, bound = acceptance(p, q)
+                record = replace(record, independent=independent, same_noise=same, rejection=rejection, bound=bound)
             records.append(record)
             print(records[-1], flush=True)
     return records
