@@ -78,7 +78,7 @@ async def test_a_replica_that_shuts_down_hands_its_streams_over_with_their_kv(qw
         assert [stream.generation.num_migrations for stream in streams] == [0] * 4
         assert b.resumed("restored") > 4 * 170
         assert b.resumed("recomputed") < 4 * 4
-        assert b.num_fetched == b.resumed("restored")
+        assert b.num_fetched >= b.resumed("restored")  # some prompts were copied, too, when the other one left
 
 
 async def test_a_killed_replica_costs_no_more_than_what_was_not_copied_yet(qwen3: str) -> None:
