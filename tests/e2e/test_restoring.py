@@ -108,6 +108,7 @@ async def test_a_killed_replica_costs_little_of_the_kv_of_its_streams(restoring:
     assert moved["recomputed"] <= MAX_RECOMPUTED * sum(moved.values())  # without tiers all would be
 
 
+@pytest.mark.exhaustive("replicas start again and again until one hands streams over")
 async def test_a_replica_with_a_short_grace_hands_its_streams_over(
     restoring: Server, asked: Recorded, tmp_path: Path
 ) -> None:

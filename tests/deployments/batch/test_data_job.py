@@ -92,6 +92,7 @@ def expected(tmp_path: Path, config: Path) -> list[dict[str, Any]]:
     return [json.loads(text) for text in out.read_text().splitlines()]
 
 
+@pytest.mark.exhaustive("two runs of the job, and Ray is killed in the first")
 def test_each_line_has_one_result_whatever_is_killed(
     tmp_path: Path, config: Path, expected: list[dict[str, Any]]
 ) -> None:

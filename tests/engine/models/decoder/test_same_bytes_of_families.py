@@ -38,6 +38,7 @@ SAVE: dict[str, Callable[..., Any]] = {
 FEW_BLOCKS = 310  # for few answers
 KINDS = ("float32", "bfloat16")
 QUICK = ("granite-4-h", "kimi-linear", "deepseek-v3.2", "llama-4-scout")  # others are in `make test` elsewhere
+LONG = ("qwen3-next", "lfm2-moe", "falcon-h1", "deepseek-v3", "gemma-4-e4b")  # one of each kind, in most settings
 # Slots for the snapshots of all prompts, on the device where every prompt is found in the cache again, or on the host.
 MORE_SLOTS: dict[str, dict[str, Any]] = {
     "warm": {"state_snapshots": 24, "kv_cache_memory": "512MiB"},
@@ -97,9 +98,15 @@ def test_eight_answers(recorder: LogitsRecorder, name: str, tmp_path: Path, monk
     sweep(recorder, name, "bfloat16", FEW_SETTINGS, 8, tmp_path, monkeypatch)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", SAVE)
+def _marks(name: str, kind: str) -> pytest.MarkDecorator:
+    if name in LONG and kind == "bfloat16":
+        return pytest.mark.long
+    return pytest.mark.exhaustive("the remaining families and dtypes, in most settings")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [pytest.param(name, kind, marks=_marks(name, kind)) for name in SAVE for kind in KINDS]
+)
 def test_twelve_answers(
     recorder: LogitsRecorder, name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

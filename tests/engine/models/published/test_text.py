@@ -27,6 +27,9 @@ FEW = (
 )
 
 
+MORE = pytest.mark.exhaustive("the remaining pairs of a family and a format, in beams and on two ranks")
+
+
 def is_quantised(name: str, weight: torch.Tensor, pair: Pair) -> bool:
     """Return whether a weight is one that the checkpoint quantises; formats need multiples of 32."""
     fits = weight.dim() == 2 and name.endswith(".weight") and all(size % 32 == 0 for size in weight.shape)
@@ -80,7 +83,7 @@ ONE_RANK = ("MiMo-V2-Flash",)  # whose modules ranks cannot share
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in FEW[:2] else pytest.param(name, marks=pytest.mark.long)
+        name if name in FEW[:2] else pytest.param(name, marks=pytest.mark.long if name in FEW else MORE)
         for name in TEXT_PAIRS
         if name not in ONE_RANK
     ],
@@ -91,7 +94,11 @@ def test_two_ranks_give_the_same_tokens(name: str, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in FEW[:1] else pytest.param(name, marks=pytest.mark.long) for name in TEXT_PAIRS]
+    "name",
+    [
+        name if name in FEW[:1] else pytest.param(name, marks=pytest.mark.long if name in FEW else MORE)
+        for name in TEXT_PAIRS
+    ],
 )
 def test_beams_are_those_of_the_dequantised_model(name: str, tmp_path: Path) -> None:
     quantised = save(name, tmp_path)
