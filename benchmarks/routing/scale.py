@@ -72,11 +72,15 @@ def measure_ingress(num_replicas: int, repeats: int) -> dict[str, float]:
         load = EngineLoad(8, 2, rng.randrange(50_000), 40_000, rng.randrange(40_000), 6_500.0, number, step_costs=costs)
         reports.append(encode(LoadMessage(1, -1, load)))
 
+    for number, feed in enumerate(feeds):  # the first report of a replica looks at all of them
+        feed.load(decode_load(reports[number % repeats]), 1.0)
+
     def apply_batch(number: int) -> None:
         feeds[number % num_replicas].events(decode_events(batches[number]), 1.0)
 
     def apply_report(number: int) -> None:
-        feeds[number % num_replicas].load(decode_load(reports[number]), 1.0 + number / num_replicas / REPORTS_PER_S)
+        now = 1.0 + (number + 1) / num_replicas / REPORTS_PER_S
+        feeds[number % num_replicas].load(decode_load(reports[number]), now)
 
     report_s, batch_s = _mean_s(apply_report, repeats), _mean_s(apply_batch, repeats)
     batches_per_s, reports_per_s = num_replicas * BLOCKS_PER_S / BATCH_BLOCKS, num_replicas * REPORTS_PER_S
