@@ -80,8 +80,8 @@ and attention reads the `index_topk` best ones; of equal scores those of earlier
 vector for each token in the blocks of the cache; in GLM-5.2 only the layers that `indexer_types` calls full have one,
 and the others read what the last such layer chose. The choice is computed in float32, as transformers computes it, and
 each rank has the whole indexer. The Hadamard rotation and the FP8 of published kernels, which round scores, are not
-computed. On CPUs these models run as torch's operators around attention in C, each token by itself: exact, and slow for
-long prompts; int8 and bit-identical answers in any batch are not for them. On a GPU scores, choice and attention are
+computed. On CPUs these models run in C, too, the indexer with weights of the checkpoint's dtype whatever `quantization`
+says; while a context has at most `index_topk` tokens nothing is scored. On a GPU scores, choice and attention are
 Triton kernels, also of prompts whose tokens all count. They are tested in Triton's interpreter and compiled for GPUs;
 none has run them.
 
