@@ -228,7 +228,7 @@ def test_the_heat_map_agrees_with_the_metrics(open_page: Opener, server: Server)
     tile = page.locator(f"[data-replica='{replica}']")
 
     def shown() -> list[float]:
-        return numbers(tile.get_by_role("img").get_attribute("aria-label") or "")
+        return numbers(tile.locator("canvas").get_attribute("aria-label") or "")
 
     def measured() -> list[float]:
         samples = server.metrics_of_all()
