@@ -87,8 +87,10 @@ class CostRows:
             of_all[self._rows[name]] = number
         return of_all[rows]
 
-    def tiers(self, rows: Rows, avoid: Collection[str]) -> npt.NDArray[np.int8]:
-        """Return 0 for usual replicas, 1 for those that rank last, 2 for those to avoid."""
+    def tiers(self, rows: Rows, avoid: Collection[str]) -> npt.NDArray[np.int8] | None:
+        """Return 0 for usual replicas, 1 for those that rank last, 2 for those to avoid; None if all are usual."""
+        if not avoid and not self._ranks_last.any():
+            return None
         of_all = self._ranks_last.astype(np.int8)
         for name in avoid:
             if (row := self._rows.get(name)) is not None:

@@ -85,8 +85,7 @@ class RoutingPolicy:
         cached = self._table.rows.held(num_cached_blocks, rows)
         costs = prompt_costs(replicas, prompt, cached, prices)
         tiers = self._table.rows.tiers(rows, avoid)
-        # Only the best tier is looked at, as long as there is one in it.
-        usual = np.where(tiers == tiers.min(), costs, np.inf)
+        usual = costs if tiers is None else np.where(tiers == tiers.min(), costs, np.inf)
         fetches = self._fetch(candidates, prompt, prices, sources, usual, cached, replicas) if sources else {}
         best = _most(num_cached_blocks)
         if hashes := prompt.hashes:
@@ -99,7 +98,7 @@ class RoutingPolicy:
         name = candidates[chosen]
         predicted, fetch = int(cached[chosen]), fetches.get(chosen)
         cost = prompt_cost(self._table.by_name[name], prompt, predicted, prices, fetch)
-        next_cost = _next_cost(np.where(np.isinf(usual), costs, usual), tiers, chosen)
+        next_cost = _next_cost(usual, costs, tiers, chosen)
         outcome = _outcome(bool(hashes), bool(avoid), predicted, best)
         return Decision(name, outcome, predicted, best, cost, next_cost, fetch)
 
@@ -151,10 +150,21 @@ def _tied(costs: _Floats, cached: _Floats) -> npt.NDArray[np.intp]:
     return np.flatnonzero((costs <= costs[first] * _TIED) & (cached == cached[first]))
 
 
-def _next_cost(costs: _Floats, tiers: _Tiers, chosen: int) -> float | None:
-    """Return the lowest cost of the others, in the best of their tiers; None if there are no others."""
+def _next_cost(usual: _Floats, costs: _Floats, tiers: _Tiers | None, chosen: int) -> float | None:
+    """Return the lowest cost of the others, in the best of their tiers; None if there are no others.
+
+    Args:
+        usual: the costs of the best tier, and infinity for the others. The chosen one's is overwritten.
+        costs: of all.
+        tiers: of all; None: there is one.
+        chosen: the number of the replica that is chosen.
+    """
     if len(costs) == 1:
         return None
+    usual[chosen] = np.inf
+    lowest = float(usual.min())
+    if lowest != np.inf or tiers is None:
+        return lowest
     others = np.arange(len(costs)) != chosen
     return float(costs[others & (tiers == tiers[others].min())].min())
 
