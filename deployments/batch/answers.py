@@ -68,7 +68,7 @@ def record_of(batch_id: str, index: int, custom_id: str, answer: Answer) -> tupl
 def _error_code(body: bytes) -> str | None:
     try:
         code: str | None = json.loads(body)["error"]["code"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, RecursionError, KeyError, TypeError):
         return None
     return code
 

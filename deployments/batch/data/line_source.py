@@ -80,24 +80,26 @@ def _rows(file: Any, defaults: Mapping[str, Any]) -> Iterator[tuple[int, bytes |
     for batch in pq.ParquetFile(file).iter_batches(batch_size=_BLOCK_LINES):
         for row in batch.to_pylist():
             number += 1
-            yield number, _encoded(defaults | row)
+            yield number, _encoded(row, defaults)
 
 
-def _encoded(row: dict[str, Any]) -> bytes:
+def _encoded(row: Mapping[str, Any], defaults: Mapping[str, Any]) -> bytes:
+    """Return a row as JSON. A null is a column, or a field of a struct, that only other rows have."""
+    content: dict[str, Any] = {**defaults, **_without_nulls(row)}
     for name in _JSON_COLUMNS:
-        if isinstance(row.get(name), str):
+        if isinstance(content.get(name), str):
             try:
-                row[name] = json.loads(row[name])
-            except ValueError:
-                continue  # whoever reads the line says what is wrong with it
+                content[name] = json.loads(content[name])  # its nulls are the client's
+            except (ValueError, RecursionError):
+                continue  # it stays text, which the check of the line refuses
     try:
-        return encode_json(_without_nulls(row)).encode(errors="backslashreplace")
-    except (TypeError, ValueError):
+        return encode_json(content).encode(errors="backslashreplace")
+    except (TypeError, ValueError, RecursionError):
         return b"a column has values that JSON does not have"
 
 
 def _without_nulls(value: Any) -> Any:
-    """Leave out the fields of a struct that only other rows have."""
+    """Leave out the nulls of a row, in its structs too."""
     if isinstance(value, dict):
         return {name: _without_nulls(field) for name, field in value.items() if field is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -6,12 +6,13 @@ Lines are read on the cluster. This process keeps 16 bytes of each, and the resu
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Final, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import ray.data
 
@@ -30,7 +31,11 @@ from engine.errors import ConfigError, shown
 
 __all__ = ["Results", "Survey", "endpoint_of", "read_results", "remaining", "survey"]
 
+DigestArray: TypeAlias = npt.NDArray[np.bytes_]
+
 _SAMPLE = 100  # lines
+_END: Final = b"\x01"  # after each digest: numpy cuts off the zero bytes at the end of its strings
+_DIGEST: Final = "S17"
 _CHECKED = pa.schema(
     [("path", pa.string()), ("number", pa.int64()), ("custom_id", pa.string()), ("error", pa.large_binary())]
 )
@@ -69,7 +74,7 @@ def endpoint_of(source: LineSource) -> str:
     for row in ray.data.read_datasource(source).take(_SAMPLE):
         try:
             url = json.loads(row["text"])["url"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, RecursionError, KeyError, TypeError):
             continue
         if url in ENDPOINTS:
             return str(url)
@@ -124,10 +129,22 @@ def read_results(paths: list[str], known: set[bytes]) -> Results:
 
 def remaining(source: LineSource, endpoint: str, surveyed: Survey, done: set[bytes]) -> ray.data.Dataset:
     """Return the lines that hold a request without a result."""
-    known = ray.put((np.array(sorted(done), dtype="S16"), surveyed.repeated))
+    known = ray.put((_sorted(done), surveyed.repeated))
     select = partial(_select, endpoint=endpoint, known=known)
     lines: ray.data.Dataset = ray.data.read_datasource(source)
     return lines.map_batches(select, batch_size=None, batch_format="pyarrow")
+
+
+def _sorted(digests: Collection[bytes]) -> DigestArray:
+    """Return digests as an array, which tasks read in Ray's object store without a copy."""
+    return np.array(sorted(digest + _END for digest in digests), dtype=_DIGEST)
+
+
+def _holds(digests: DigestArray, digest: bytes) -> bool:
+    """Whether ``_sorted`` has put a digest into an array."""
+    wanted = np.array(digest + _END, dtype=_DIGEST)
+    position = int(np.searchsorted(digests, wanted))
+    return position < len(digests) and bool(digests[position] == wanted)
 
 
 def _rows(lines: ray.data.Dataset) -> Iterator[dict[str, Any]]:
@@ -175,7 +192,7 @@ def _described(lines: pa.Table) -> pa.Table:
             content = json.loads(row["text"])
             is_error = content.get("response") is None or content["response"]["status_code"] != 200
             rows.append({"path": row["path"], "custom_id": str(content["custom_id"]), "is_error": is_error})
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
             rows.append({"path": row["path"], "custom_id": "", "is_error": True})
     schema = [("path", pa.string()), ("custom_id", pa.string()), ("is_error", pa.bool_())]
     return pa.Table.from_pylist(rows, schema=pa.schema(schema))
@@ -190,7 +207,5 @@ def _select(lines: pa.Table, endpoint: str, known: Any) -> pa.Table:
         except LineError:
             keep.append(False)
             continue
-        position = int(np.searchsorted(done, np.bytes_(digest)))
-        is_done = position < len(done) and done[position] == np.bytes_(digest)
-        keep.append(not is_done and (row["path"], row["number"]) not in repeated)
+        keep.append(not _holds(done, digest) and (row["path"], row["number"]) not in repeated)
     return lines.filter(pa.array(keep, pa.bool_()))

@@ -93,7 +93,7 @@ class HttpCall:
 def _is_object(body: bytes) -> bool:
     try:
         return isinstance(json.loads(body), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
 
 

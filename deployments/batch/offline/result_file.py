@@ -83,5 +83,5 @@ def _described(line: bytes) -> tuple[str, bool]:
         content = json.loads(line)
         response = content["response"]
         return str(content["id"]), response is None or response["status_code"] != 200
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, RecursionError, KeyError, TypeError):
         return "", True

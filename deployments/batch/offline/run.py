@@ -179,7 +179,7 @@ def _endpoint(path: Path) -> str:
     for line in input_lines(path, ENDPOINTS[0], MAX_LINE_BYTES):
         try:
             url = json.loads(read_line(path, line))["url"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, RecursionError, KeyError, TypeError):
             continue
         if url in ENDPOINTS:
             return str(url)
