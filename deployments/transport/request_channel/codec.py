@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import msgspec
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 from deployments.transport.hashes import pack_hashes
 from deployments.transport.request_channel.messages import (
@@ -86,10 +86,10 @@ def encode_request(number: int, stream: int, request: EngineRequest, block_hashe
         packed = replace(request, prompt_token_ids=[], output_token_ids=[])
         texts: dict[str, list[bytes]] = {}
         try:
-            fields = _encode(packed)
+            fields = _encode(_fields(packed))
         except (OverflowError, UnicodeEncodeError):
             texts = _encoded_texts(request.params)
-            fields = _encode(replace(packed, params=_bounded(request.params, without=texts)))
+            fields = _encode(_fields(replace(packed, params=_bounded(request.params, without=texts))))
         hashes = pack_hashes(block_hashes) if block_hashes else b""
         return _encode(Submit(number, stream, msgspec.Raw(fields), prompt, output, hashes, texts))
     except (OverflowError, TypeError, UnicodeEncodeError) as error:
@@ -127,6 +127,16 @@ def copy_order_of(message: Copy) -> CopyOrder:
         return CopyOrder(_token_ids(message.tokens), message.cache_key, message.source, message.reason)
     except ValueError as error:
         raise ChannelMessageError(str(error)) from None
+
+
+def _fields(request: EngineRequest) -> tuple[Any, ...]:
+    """Return the fields of a request in their order.
+
+    The last one is left out if it has its default: a replica of the last version, which does not know it, then takes
+    the request during a rolling update.
+    """
+    values = astuple(request)
+    return values if request.retention else values[:-1]
 
 
 def _packed(token_ids: Sequence[int]) -> bytes:

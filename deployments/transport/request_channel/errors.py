@@ -3,9 +3,14 @@
 ``ReplicaFullError`` and ``ReplicaDrainingError`` are not failures of the request: another replica may take it, and
 nothing was computed. Nor is ``HandedOverError``: another replica continues the request. ``StreamPausedError`` is raised
 in the ingress only.
+
+A HandedOverError travels as an EngineDeadError with a mark, which an ingress of the last version does not read: to it,
+the replica is lost, so it continues the request elsewhere.
 """
 
 from __future__ import annotations
+
+from typing import Final
 
 from deployments.transport.request_channel.messages import Failure
 from engine.errors import EngineDeadError, OverloadedError, PagodaError, PromptTooLongError, RequestError
@@ -42,8 +47,9 @@ _REQUEST_ERRORS: dict[str, type[RequestError]] = {
     kind.__name__: kind for kind in (RequestError, PromptTooLongError, OverloadedError)
 }
 _OTHERS: dict[str, type[Exception]] = {
-    kind.__name__: kind for kind in (ReplicaFullError, ReplicaDrainingError, HandedOverError, EngineDeadError)
+    kind.__name__: kind for kind in (ReplicaFullError, ReplicaDrainingError, EngineDeadError)
 }
+_HANDED_OVER: Final = "handed_over"  # the part of a Failure
 
 
 def failure_of(stream: int, error: Exception) -> Failure:
@@ -51,6 +57,8 @@ def failure_of(stream: int, error: Exception) -> Failure:
     kind = type(error).__name__
     if isinstance(error, RequestError) and kind in _REQUEST_ERRORS:
         return Failure(stream, kind, error.problem, error.param, error.part, error.value, error.remedy)
+    if isinstance(error, HandedOverError):
+        return Failure(stream, EngineDeadError.__name__, str(error), part=_HANDED_OVER)
     return Failure(stream, kind, str(error))
 
 
@@ -67,7 +75,8 @@ def error_of(failure: Failure, replica: str) -> Exception:
         if isinstance(error, OverloadedError):
             error.replica = replica
         return error
-    other = _OTHERS.get(failure.kind, RuntimeError)(failure.message)
+    kind = HandedOverError if failure.part == _HANDED_OVER else _OTHERS.get(failure.kind, RuntimeError)
+    other = kind(failure.message)
     if isinstance(other, EngineDeadError | HandedOverError):
         other.replica = replica
     return other

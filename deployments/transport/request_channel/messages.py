@@ -12,9 +12,8 @@ messages of one turn of its event loop as the frames of one ZeroMQ message.
     Outputs   replica -> ingress    number, [stream, ...], [token id, ...], [[stream, EngineOutput], ...], [Failure, ..]
 
 Submit and Abort are numbered together from 1, and so are Outputs. A Copy is a hint: one that is lost is not repeated.
-``received`` is the last number up to which the
-sender of the message has everything, ``sent`` the last one that it has sent, so each side finds what it lacks
-(numbering.py). The ingress numbers its streams.
+``received`` is the last number up to which the sender of the message has everything, ``sent`` the last one that it has
+sent, so each side finds what it lacks (numbering.py). The ingress numbers its streams.
 
 Nearly every output is one token of one stream. Those are two lists of integers, and every other one an EngineOutput.
 Token ids of prompts are 32-bit, block hashes 64-bit little-endian words. Nothing here is pickled.
@@ -125,6 +124,8 @@ class Failure(_Message):
     Attributes:
         kind: of the error (errors.py).
         message: its text, for a RequestError without the parameter and the remedy.
+        param, part, value, remedy: those of a RequestError. An EngineDeadError has a part if the replica has handed the
+            request over.
     """
 
     stream: _Count

@@ -21,7 +21,13 @@ from deployments.transport.request_channel.codec import (
     encode_request,
     request_of,
 )
-from deployments.transport.request_channel.errors import ReplicaDrainingError, ReplicaFullError, error_of, failure_of
+from deployments.transport.request_channel.errors import (
+    HandedOverError,
+    ReplicaDrainingError,
+    ReplicaFullError,
+    error_of,
+    failure_of,
+)
 from deployments.transport.request_channel.messages import Abort, Copy, Hello, Outputs, Status, Submit
 from engine.errors import EngineDeadError, OverloadedError, PromptTooLongError, RequestError
 from engine.kv.tiers.copies import CopyOrder, CopyReason
@@ -214,6 +220,7 @@ def test_outputs_arrive_as_they_were(sent: list[EngineOutput]) -> None:
         PromptTooLongError("is too long", param="prompt"),
         OverloadedError("the queue is full"),
         EngineDeadError("gone"),
+        HandedOverError("the replica shuts down"),
         ReplicaFullError("full"),
         ReplicaDrainingError("draining"),
         RuntimeError("a bug"),
@@ -228,7 +235,7 @@ def test_errors_arrive_as_they_were(error: Exception) -> None:
     if isinstance(error, RequestError):
         assert isinstance(arrived, RequestError)
         assert (arrived.param, arrived.part, arrived.value) == (error.param, error.part, error.value)
-    if isinstance(arrived, OverloadedError | EngineDeadError):
+    if isinstance(arrived, OverloadedError | EngineDeadError | HandedOverError):
         assert arrived.replica == "r1"
 
 
