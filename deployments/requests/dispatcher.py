@@ -1,4 +1,4 @@
-"""Dispatcher: sends each request of an ingress to the replica that the view ranks first.
+"""Dispatcher: sends each request of an ingress to the replica that the view chooses.
 
 A request that no replica takes now waits here: because there is none yet, or because all are full. Waiting requests
 are sent in the order of their arrival. A replica that is full or shuts down returns a request, which then goes to
@@ -53,7 +53,7 @@ class Dispatcher:
     """Sends the requests of one ingress process to the engine replicas.
 
     Args:
-        view: ranks the replicas, and knows whether a queue explains that no token arrives.
+        view: chooses replicas, and knows whether a queue explains that no token arrives.
         wake: calls any replica through Serve's handle; waits while there is none.
         max_requests: unfinished requests of this ingress at one replica.
         stall_timeout_s: seconds without an output after which a replica counts as lost.
@@ -194,8 +194,8 @@ class Dispatcher:
         except RequestError as error:
             dispatch.fail(error)
         else:
-            self._view.sent(dispatch, decision)
-            self._hot_texts.sent(dispatch)
+            self._hot_texts.sent(dispatch, is_repeat=dispatch.sent_at < inf or bool(dispatch.avoid))
+            self._view.sent(dispatch, decision)  # this sets ``sent_at``
             if is_background:
                 dispatch.deadline = self._loop.time() + self.request_timeout_s
                 self.background.sent(dispatch, num_others)

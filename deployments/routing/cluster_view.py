@@ -213,7 +213,7 @@ class ClusterView:
         Until events confirm it, the replica is assumed to hold the prompt's blocks.
 
         Args:
-            dispatch: its replica is the first of the decision.
+            dispatch: its replica is that of the decision.
             decision: as ``choose`` returned it.
         """
         block_size = self.routing.block_size

@@ -216,6 +216,15 @@ async def test_a_request_that_its_replica_has_returned_may_be_cancelled_while_it
     assert front.dispatcher.queued() == (0, 0)
 
 
+async def test_a_prompt_that_was_returned_and_sent_again_is_used_once(front: Front) -> None:
+    await front.add("a", "b")
+    stream = front.send([1])
+    front.dispatcher._take_back(stream, OverloadedError("full"))
+    await until_in_loop(lambda: stream.replica, "it is sent again")
+    assert [dict(text.num_ends) for text in front.dispatcher._hot_texts._texts.values()] == [{1: 1}]
+    front.dispatcher.end(stream)
+
+
 async def test_a_draining_replica_hands_new_requests_to_another_unnoticed(front: Front) -> None:
     await front.add("a")
     gate = Gate(front.replicas["a"].runner)

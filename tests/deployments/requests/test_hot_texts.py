@@ -116,3 +116,69 @@ def test_a_prefix_that_no_other_replica_holds_now_is_not_copied(texts: HotTexts,
     view.routing.removed("b", hashes[3:])
     texts.replica_joined("a")
     assert sent == []
+
+
+def test_the_turns_of_a_conversation_are_one_text(
+    texts: HotTexts, view: View, sent: Sent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = [list(range(turn * 4 * BLOCK_SIZE + 1)) for turn in (1, 2, 3)]
+    monkeypatch.setattr(hot_texts, "MAX_COPIED_TOKENS", 16 * BLOCK_SIZE)
+    ask(texts, view, prompt_of(7), "a")  # it would not be copied if each turn were charged
+    for turn in turns:
+        ask(texts, view, turn, "a")
+    assert [text.token_ids for text in texts._texts.values()] == [prompt_of(7), turns[-1]]
+    assert texts._num_tokens == len(prompt_of(7)) + len(turns[-1])
+    view.set_replicas(metadata("bc"))
+    texts.replica_left("a", metadata("a")["a"], ["b", "c"])
+    assert [order.token_ids for _, order in sent] == [turns[-1], prompt_of(7)]
+
+
+def test_what_the_turns_share_is_used_several_times_and_the_last_turn_once(
+    texts: HotTexts, view: View, sent: Sent
+) -> None:
+    for num_blocks in (2, 4, 6):
+        ask(texts, view, list(range(num_blocks * BLOCK_SIZE + 1)), "a")
+    view.set_replicas(metadata("abcd"))
+    texts.replica_joined("d")
+    assert [order.source.num_tokens for _, order in sent] == [4 * BLOCK_SIZE]
+
+
+def test_only_what_a_neighbour_lacks_is_charged(
+    texts: HotTexts, view: View, sent: Sent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hot_texts, "MAX_COPIED_TOKENS", 30 * BLOCK_SIZE)
+    shared = [7] * (20 * BLOCK_SIZE)
+    for number in range(3):
+        ask(texts, view, [*shared, *prompt_of(number)], "a")
+    held = ask(texts, view, prompt_of(8, 20 * BLOCK_SIZE), "a")
+    view.routing.stored("c", held)  # the latest text costs nothing
+    view.set_replicas(metadata("bc"))
+    texts.replica_left("a", metadata("a")["a"], ["c"])
+    assert [order.token_ids[-1] for _, order in sent] == [2, 1]  # 24 blocks and 4
+
+
+def test_a_shared_prefix_is_ordered_and_charged_once(
+    texts: HotTexts, view: View, sent: Sent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hot_texts, "MAX_COPIED_TOKENS", 12 * BLOCK_SIZE)
+    system = [7] * (8 * BLOCK_SIZE)
+    for number in range(4):  # the first two are asked twice
+        for _ in range(2 if number < 2 else 1):
+            ask(texts, view, [*system, *prompt_of(number, 2 * BLOCK_SIZE)], "a")
+    view.set_replicas(metadata("abcd"))
+    texts.replica_joined("d")
+    assert [order.source.num_tokens for _, order in sent] == [8 * BLOCK_SIZE, 10 * BLOCK_SIZE, 10 * BLOCK_SIZE]
+
+
+def test_a_prompt_that_a_replica_has_returned_is_used_once(texts: HotTexts, view: View, sent: Sent) -> None:
+    hashes = hash_blocks(prompt_of(8), BLOCK_SIZE, 1)
+    dispatch = Dispatch(EngineRequest("id", prompt_of(8)), hashes, replica="a")
+    texts.sent(dispatch)
+    dispatch.replica = "b"
+    texts.sent(dispatch, is_repeat=True)
+    view.routing.stored("b", hashes)
+    view.set_replicas(metadata("abcd"))
+    texts.replica_joined("d")
+    assert sent == []
+    texts.replica_left("b", metadata("b")["b"], ["c"])
+    assert [replica for replica, _ in sent] == ["c"]
