@@ -43,7 +43,6 @@ logger = logging.getLogger("ray.serve")
 HANDED_OVER_QUIET_S = 2.0  # without a transfer, after which the streams that were handed over have what they need
 LEAVING_QUIET_S = 0.5  # likewise, after which the neighbours have what only this replica holds
 MAX_LENDING_S = 10.0  # that a replica without requests lends pages before it ends
-ENDING_S = 1.0  # for the rest of a shutdown
 
 
 class EngineReplica:
@@ -144,16 +143,7 @@ class EngineReplica:
         from this one. Serve also calls it if the constructor has failed.
         """
         if hasattr(self, "_exporter"):
-            began = asyncio.get_running_loop().time()
-            grace = await asyncio.to_thread(Grace.of_this_replica, self._graceful_shutdown_s)
-            logger.info("the engine shuts down within %.1f s", grace.seconds)
-            num_handed_over = await self._channel.drain(grace.hand_over_after_s)
-            if num_handed_over:
-                logger.info("%d unfinished requests are handed over to other replicas", num_handed_over)
-            if self._transfer is not None:
-                left_s = grace.seconds - (asyncio.get_running_loop().time() - began)
-                quiet_s = HANDED_OVER_QUIET_S if num_handed_over else LEAVING_QUIET_S
-                await asyncio.to_thread(self._transfer.drain, quiet_s, min(MAX_LENDING_S, left_s - ENDING_S))
+            await self._drain(Grace(self._graceful_shutdown_s))
             self._stats_line.stop()
             self._exporter.stop()
             await self._engine.shutdown()
@@ -161,3 +151,18 @@ class EngineReplica:
                 await asyncio.to_thread(self._transfer.close)
             self._channel.close()
             self._publisher.close()
+
+    async def _drain(self, grace: Grace) -> None:
+        """Let requests end or hand them over, and lend pages to the replicas that continue them."""
+        await asyncio.to_thread(grace.ask)
+        logger.info("the engine shuts down within %.1f s", grace.seconds)
+        asking = asyncio.create_task(grace.keep_asking())
+        try:
+            num_handed_over = await self._channel.drain(lambda: grace.hand_over_in_s)
+        finally:
+            asking.cancel()
+        if num_handed_over:
+            logger.info("%d unfinished requests are handed over to other replicas", num_handed_over)
+        if self._transfer is not None:
+            quiet_s = HANDED_OVER_QUIET_S if num_handed_over else LEAVING_QUIET_S
+            await asyncio.to_thread(self._transfer.drain, quiet_s, min(MAX_LENDING_S, grace.lending_s))

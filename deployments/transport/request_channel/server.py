@@ -53,6 +53,10 @@ DRAIN_POLL_S = 0.05
 FLUSH_TIMEOUT_S = 2.0  # for the acknowledgements of the last outputs
 
 
+def _never() -> float:
+    return inf
+
+
 @dataclass(slots=True, eq=False)
 class _Ingress:
     """One ingress, as the event loop knows it."""
@@ -117,19 +121,19 @@ class ChannelServer:
         """Number of unfinished requests."""
         return self._count.num_unfinished + sum(len(ingress.compiling) for ingress in self._ingresses.values())
 
-    async def drain(self, hand_over_after_s: float = inf) -> int:
+    async def drain(self, hand_over_in_s: Callable[[], float] = _never) -> int:
         """Refuse new requests; return when all others have ended and their outputs have arrived.
 
         Args:
-            hand_over_after_s: seconds after which those that are unfinished are handed over.
+            hand_over_in_s: seconds until those that are unfinished are handed over; it is asked again and again.
 
         Returns:
             Unfinished requests that were handed over.
         """
         self._is_draining = True
-        num_handed_over, hand_over_at = 0, self._loop.time() + hand_over_after_s
+        num_handed_over = 0
         while self.num_requests:
-            if self._loop.time() >= hand_over_at:
+            if hand_over_in_s() <= 0:
                 num_handed_over = max(num_handed_over, self.num_requests)
                 self._engine.end_all(lambda: HandedOverError("the replica shuts down before the request has ended"))
             await asyncio.sleep(DRAIN_POLL_S)

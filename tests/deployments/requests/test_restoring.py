@@ -69,7 +69,7 @@ async def test_a_replica_that_shuts_down_hands_its_streams_over_with_their_kv(qw
         for stream in streams:
             await stream.until(30)
         await running.set_replicas("b")
-        draining = asyncio.create_task(a.server.drain(hand_over_after_s=0.0))
+        draining = asyncio.create_task(a.server.drain(lambda: 0.0))
         await asyncio.sleep(0)
         a.go_on()
         assert await draining == 4

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from math import inf
 from typing import Any
 
 import pytest
 
 from deployments.transport.request_channel import link as link_module
+from deployments.transport.request_channel import server as server_module
 from deployments.transport.request_channel.codec import decode_from_ingress
 from deployments.transport.request_channel.dispatch import Dispatch
 from deployments.transport.request_channel.errors import HandedOverError, ReplicaDrainingError, ReplicaFullError
@@ -240,7 +242,7 @@ async def test_a_draining_replica_hands_over_what_does_not_end_in_time(peers: Pe
     running = [ingress.submit([number], 200) for number in range(3)]
     for stream in running:
         await stream.wait()
-    assert await replica.server.drain(hand_over_after_s=0.0) == 3
+    assert await replica.server.drain(lambda: 0.0) == 3
     for number, stream in enumerate(running):
         tokens: list[int] = []
         with pytest.raises(HandedOverError) as handed_over:
@@ -251,6 +253,20 @@ async def test_a_draining_replica_hands_over_what_does_not_end_in_time(peers: Pe
         assert stream.is_handed_over
     assert ingress.links.ready == []  # although Serve still lists it
     assert replica.is_idle
+
+
+async def test_a_notice_that_comes_while_a_replica_drains_hands_its_requests_over(
+    peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "DRAIN_POLL_S", 0.0)
+    replica, ingress = await peers.pair()
+    in_lockstep(replica)
+    stream = ingress.submit([1], 200)
+    await stream.wait()
+    left_s = iter([inf, inf])
+    assert await replica.server.drain(lambda: next(left_s, 0.0)) == 1
+    with pytest.raises(HandedOverError):
+        await _read_all(stream, [])
 
 
 async def test_a_draining_replica_finishes_a_request_whose_grammar_compiles(
