@@ -48,6 +48,7 @@ def build_app(args: dict[str, Any]) -> Application:
         config.limits.max_concurrent_requests_per_engine,
         config.pooling_config,
         graceful_shutdown_s=config.limits.graceful_shutdown_s,
+        kv_replication=config.router.kv_replication,
     )
     return _ingress_deployment(config).bind(engines, config, needs_key=bool(ApiKeys.from_environment()))
 

@@ -53,6 +53,7 @@ class EngineReplica:
         max_requests: unfinished requests that it takes; further ones wait in the ingresses.
         pooling: further options of an engine that computes embeddings or scores; None: it generates text.
         graceful_shutdown_s: after which Serve kills a replica that shuts down.
+        kv_replication: ``router.kv_replication``, which has no effect if this replica exchanges no KV pages.
     """
 
     def __init__(
@@ -62,10 +63,12 @@ class EngineReplica:
         pooling: PoolingConfig | None = None,
         *,
         graceful_shutdown_s: float = 600.0,
+        kv_replication: int | None = None,
     ) -> None:
         forward_logs(logger)  # first: the engine logs while it loads
         self._name: str = serve.get_replica_context().replica_id.unique_id
         self._graceful_shutdown_s = graceful_shutdown_s
+        self._kv_replication = kv_replication
         self._recorder = Recorder(METRICS)
         # This node's address in the cluster: ingresses on other nodes connect to it.
         host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
@@ -101,6 +104,12 @@ class EngineReplica:
     def _start_transfer(self, config: EngineConfig, host: str) -> PageTransfer | None:
         """Exchange KV pages with the other replicas, if the engine has a host pool and the options allow it."""
         if self._tiers is None or config.kv_transfer is False:
+            if self._kv_replication is not None:
+                logger.warning(
+                    "router.kv_replication=%d has no effect: this replica exchanges no KV pages; set "
+                    "engine.swap_space_gib and engine.kv_transfer, or remove it",
+                    self._kv_replication,
+                )
             return None
         return PageTransfer(self._engine, self._tiers, host, self._recorder)
 
