@@ -9,6 +9,7 @@ knows nothing of HTTP.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from math import inf
@@ -26,6 +27,8 @@ from engine.sampling_params import SamplingParams
 from engine.text.text_stream import TextStream
 
 __all__ = ["Delta", "Generation"]
+
+logger = logging.getLogger("ray.serve")
 
 
 @dataclass(slots=True)
@@ -128,11 +131,9 @@ class Generation:
                     output = await dispatch.next()
                     if output is None:
                         self.replica = self.replica or dispatch.replica
-                    delta = None if output is None else self._receive(output)
+                    yield None if output is None else self._receive(output)
                     if len(self.token_ids) >= self._copy_at and not self._has_ended:
-                        hashes = self._blocks.hashes(self.token_ids)
-                        self._copy_at = self._dispatcher.copy(dispatch, hashes, self.token_ids)
-                    yield delta
+                        self._copy(dispatch)
             except Exception as error:
                 self._retries.prepare(dispatch, error)
             finally:
@@ -149,7 +150,7 @@ class Generation:
         self.replica = ""
         dispatch = self._dispatcher.send(
             self._remaining_request(),
-            self._blocks.hashes(self.token_ids),
+            list(self._blocks.hashes(self.token_ids)),  # the other one grows with the answer
             avoid=list(self._retries.avoid),
             deadline=deadline,
             handed_over_by=self._retries.handed_over_by,
@@ -157,6 +158,15 @@ class Generation:
         self.attempts.append(dispatch)
         self._copy_at = self._dispatcher.replication.first_at(dispatch)
         return dispatch
+
+    def _copy(self, dispatch: Dispatch) -> None:
+        """Let a neighbour copy the answer's KV. It is a hint, whose failure must not be the answer's."""
+        try:
+            hashes = self._blocks.hashes(self.token_ids)
+            self._copy_at = self._dispatcher.copy(dispatch, hashes, self.token_ids)
+        except Exception:
+            self._copy_at = inf
+            logger.exception("the KV of %s is copied no further", dispatch.request.request_id)
 
     def _remaining_request(self) -> EngineRequest:
         """Return the request with the tokens received so far, which the engine continues."""

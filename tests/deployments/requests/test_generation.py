@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 from contextlib import aclosing
 from dataclasses import replace
@@ -15,6 +16,7 @@ from ray.serve.exceptions import RequestCancelledError
 from deployments.errors import ReplicasLostError, as_api_error
 from deployments.requests.generation import Delta, Generation
 from deployments.requests.prompt import Prompt
+from deployments.requests.replication import Replication
 from deployments.transport.request_channel.dispatch import Dispatch
 from deployments.transport.request_channel.errors import HandedOverError, StreamPausedError
 from engine.errors import EngineDeadError, OverloadedError, RequestError
@@ -304,3 +306,48 @@ async def test_closing_a_generation_cancels_the_call() -> None:
     async with aclosing(generation.deltas()) as deltas:
         await anext(deltas)
     assert engines.dispatches[0].ended is not None
+
+
+class CopyingEngines(FakeEngines):
+    """A dispatcher that lets neighbours copy, until ``error`` is set."""
+
+    error: Exception | None = None
+    length_at_copy = 0
+
+    def copy(self, dispatch: Dispatch, hashes: list[int], token_ids: list[int]) -> float:
+        self.length_at_copy = len(token_ids)
+        if self.error is not None:
+            raise self.error
+        return len(token_ids) + 1
+
+
+def _copied_generation(scripts: list[Script]) -> tuple[Generation, CopyingEngines]:
+    unused: Any = None
+    engines = CopyingEngines(scripts, replication=Replication(unused, 1, unused))
+    request = EngineRequest("id", [1, 2, 3], SamplingParams(max_tokens=6))
+    prompt = Prompt(request, hash_blocks([1, 2, 3], 2, 9), root=9, block_size=2)
+    text: Any = FakeText()
+    return Generation(engines, request, prompt, text), engines
+
+
+async def test_a_copy_that_fails_is_logged_and_fails_no_answer(caplog: pytest.LogCaptureFixture) -> None:
+    generation, engines = _copied_generation([[output([5]), output([6]), output([7], "stop")]])
+    engines.error = EngineDeadError("of the copy")
+    with caplog.at_level(logging.ERROR, "ray.serve"):
+        assert "".join(delta.text for delta in await _all(generation)) == "<5><6><7>"
+    assert len(engines.calls) == 1  # it has not moved
+    (record,) = caplog.records
+    assert record.getMessage() == "the KV of id is copied no further"
+
+
+async def test_tokens_reach_the_client_before_they_are_copied() -> None:
+    generation, engines = _copied_generation([[output([5]), output([6]), output([7], "stop")]])
+    lengths = [(len(generation.token_ids), engines.length_at_copy) async for _ in generation.deltas()]
+    assert lengths == [(1, 0), (2, 1), (3, 2)]
+
+
+async def test_the_blocks_of_a_request_that_was_sent_do_not_grow_with_its_answer() -> None:
+    first: Script = [output([4]), ActorDiedError()]
+    generation, engines = _copied_generation([first, [output([5]), output([6]), output([7], "stop")]])
+    await _all(generation)
+    assert [len(dispatch.block_hashes) for dispatch in engines.dispatches] == [1, 2]
