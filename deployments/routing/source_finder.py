@@ -93,7 +93,7 @@ class SourceFinder:
         holders = (
             self._holders(prompt, num_cached_blocks, avoid, is_lost, is_whole=has_states) if self._addresses else []
         )
-        if handed_over_by and (address := self._addresses.get(handed_over_by)) is not None:
+        if handed_over_by and (address := self._address_of(handed_over_by, is_lost)) is not None:
             holders = [holder for holder in holders if holder.name != handed_over_by]
             holders.insert(0, Holder(handed_over_by, address.endpoint, address.secret, len(prompt.hashes)))
         if not holders and not on_disk:
@@ -157,6 +157,13 @@ class SourceFinder:
                 return KVSource(address.endpoint, address.secret, len(hashes) * block_size)
         return None
 
+    def _address_of(self, name: str, is_lost: Callable[[str], bool]) -> PageAddress | None:
+        """Return where a replica serves its pages; None if it does not, or may have ended."""
+        address = self._addresses.get(name)
+        if address is None or is_lost(name) or self._routing.table.by_name[name].ranks_last:
+            return None
+        return address
+
     def _holders(
         self,
         prompt: PromptBlocks,
@@ -171,10 +178,10 @@ class SourceFinder:
         Args:
             is_whole: a part of what a replica holds is worth nothing.
         """
-        replicas, holders = self._routing.table.by_name, list[Holder]()
+        holders = list[Holder]()
         for name, held in islice(_deepest_first(num_cached_blocks), _MAX_TRIED + len(avoid)):
-            address = self._addresses.get(name)
-            if address is None or name in avoid or is_lost(name) or replicas[name].ranks_last:
+            address = self._address_of(name, is_lost)
+            if address is None or name in avoid:
                 continue
             confirmed = self._routing.index.num_confirmed_blocks(name, prompt.hashes, held)
             if confirmed and (confirmed == held or not is_whole):

@@ -175,6 +175,19 @@ def test_a_replica_that_hands_a_stream_over_is_its_source_until_it_ends() -> Non
     assert "a" not in view.table.by_name
 
 
+def test_a_replica_that_has_handed_a_stream_over_and_then_ended_is_no_source() -> None:
+    """Serve lists it still."""
+    view = paged_view(rate=0.0)
+    dispatch = dispatch_of(PROMPT, TOKENS)
+    dispatch.handed_over_by = "a"
+    assert source(view.choose(dispatch, list("bc"))) == "a"
+    assert source(view.choose(dispatch, list("bc"), is_lost="a".__eq__)) is None
+    view.now = 9.0  # the others report
+    for name in "bc":
+        view.routing.report(name, IDLE, now=9.0)
+    assert source(view.choose(dispatch, list("bc"))) is None
+
+
 def test_a_draining_replica_is_a_source_but_gets_no_request() -> None:
     view = paged_view()
     view.routing.stored("a", PROMPT)
