@@ -23,11 +23,6 @@ class ModelDrafts:
     token_ids: dict[Sequence, list[int]] = field(default_factory=dict)
     passes: list[tuple[int, float]] = field(default_factory=list)
 
-    @property
-    def seconds(self) -> float:
-        """Of all passes."""
-        return sum(seconds for _, seconds in self.passes)
-
 
 class DraftModel(Protocol):
     """What the drafter knows of a draft model.

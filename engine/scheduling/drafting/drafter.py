@@ -166,8 +166,11 @@ class Drafter:
         for sequence, length in lengths.items():
             room.num_blocks -= self._blocks.extend(sequence, sequence.num_tokens + length)
         drafts = model.draft(lengths) if lengths else {}
+        waiting = limits.keys() - lengths.keys() if model.is_on else set()  # for another step, which is not a miss
         for index in indices:
             sequence = step.running[index]
+            if sequence in waiting:
+                continue
             is_added = self._add(step, index, "draft_model", drafts.get(sequence, []), room)
             if sequence in lengths and not is_added:
                 self._blocks.free_draft_blocks(sequence, sequence.num_tokens)
@@ -213,6 +216,8 @@ class Drafter:
                 return range(len(running))
         if not self.payoff.may_try(room.num_tokens, len(running)):
             self._num_skipped = _SKIPPED_STEPS
+            if self.model is not None and not self.payoff.is_stale(room.num_tokens):
+                self.model.is_on = False  # even tokens that took no time to draft would not pay
             return ()
         return [index for index, sequence in enumerate(running) if self.acceptance.is_retried(sequence)]
 

@@ -22,6 +22,7 @@ from engine.sequence import Sequence
 __all__ = ["ModelDrafting"]
 
 _MOST_FILLED, _LEAST_FILLED = 2048, 16  # tokens of a step that prepares drafts
+_USUAL_LAG = 2  # of a sequence whose draft was right: its last token of that draft, and the token after it
 _MOST_LAG = 128  # tokens that are computed in the pass that drafts; more are computed before, in steps of their own
 _MOST_LAG_PER_TOKEN = 8  # of the rest of the answer: else they are not worth computing
 
@@ -64,14 +65,37 @@ class ModelDrafting:
             return dict(limits)
         if payoff.is_stale(num_tokens):  # a step without drafts is measured
             return {}
-        ready = {sequence: limit for sequence, limit in limits.items() if lags[sequence] <= _MOST_LAG}
+        ready = self._ready(limits, lags, payoff, num_tokens)
         if ready:
-            num_first = sum(min(lags[sequence], 2) for sequence in ready)  # the others are computed once
-            num_passes = self._best_passes(ready, num_first, payoff, num_tokens, num_expected)
-            self.is_on = num_passes > 0
-            if num_passes:
+            # What the model lacks is computed once: whether drafts pay is a question about the passes after that.
+            num_usual = sum(min(lags[sequence], _USUAL_LAG) for sequence in ready)
+            self.is_on = self._best_passes(ready, num_usual, payoff, num_tokens, num_expected) > 0
+            if self.is_on:
+                num_first = sum(lags[sequence] for sequence in ready)
+                num_passes = max(1, self._best_passes(ready, num_first, payoff, num_tokens, num_expected))
                 return {sequence: min(limit, num_passes) for sequence, limit in ready.items()}
         return self._tried(lags, payoff, num_tokens)
+
+    def _ready(
+        self, limits: Mapping[Sequence, int], lags: Mapping[Sequence, int], payoff: Payoff, num_tokens: int
+    ) -> dict[Sequence, int]:
+        """Return the sequences with the usual lag, and those of the others whose tokens one pass may catch up with.
+
+        That is one of them, and as many more as take the time of a step at most. The rest follow in the next steps.
+        """
+        lagging = [sequence for sequence in limits if _USUAL_LAG < lags[sequence] <= _MOST_LAG]
+        num_left = max(self._affordable(payoff, num_tokens), lags[lagging[0]]) if lagging else 0
+        left_out = set()
+        for sequence in lagging:
+            if lags[sequence] > num_left:
+                left_out.add(sequence)
+            else:
+                num_left -= lags[sequence]
+        return {
+            sequence: limit
+            for sequence, limit in limits.items()
+            if lags[sequence] <= _MOST_LAG and sequence not in left_out
+        }
 
     def fill(self, sequences: Mapping[Sequence, int], payoff: Payoff | None, num_tokens: int) -> None:
         """Let the draft model catch up with sequences; that takes about as long as the step, at most.
@@ -81,13 +105,17 @@ class ModelDrafting:
             payoff: None: as much as one pass computes.
             num_tokens: of the step.
         """
-        if behind := self.behind(sequences):
-            most = _MOST_FILLED
-            while payoff is not None and most > _LEAST_FILLED and self._cost(most, payoff) > payoff.cost(num_tokens):
-                most //= 2
-            self.model.fill(behind, None if payoff is None else most)
+        if lagging := self.lagging(sequences):
+            self.model.fill(lagging, None if payoff is None else self._affordable(payoff, num_tokens))
 
-    def behind(self, sequences: Mapping[Sequence, int]) -> dict[Sequence, int]:
+    def _affordable(self, payoff: Payoff, num_tokens: int) -> int:
+        """Return how many tokens the draft model computes in the time of a step."""
+        most = _MOST_FILLED
+        while most > _LEAST_FILLED and self._cost(most, payoff) > payoff.cost(num_tokens):
+            most //= 2
+        return most
+
+    def lagging(self, sequences: Mapping[Sequence, int]) -> dict[Sequence, int]:
         """Return the tokens up to which the draft model is to compute those sequences that it has to catch up with.
 
         Args:

@@ -75,9 +75,8 @@ class CpuDraftModel:
         """Compute the tokens that it lacks, and draft up to these numbers of tokens, for which there are blocks."""
         drafts = ModelDrafts({sequence: [] for sequence in lengths})
         growing = [_Growing(sequence, length, sequence) for sequence, length in lengths.items() if length > 0]
-        for sequence in lengths:
-            while sequence.num_tokens - self._marks.num_computed(sequence) > self._max_pass_tokens:
-                drafts.passes += self.fill({sequence: sequence.num_tokens}).passes
+        growing = growing[: self._max_pass_tokens]  # each of them has a token in the first pass
+        drafts.passes += self._catch_up([draft.sequence for draft in growing])
         chunks = [self._last_chunk(draft.sequence) for draft in growing]
         while growing:
             started = perf_counter()
@@ -94,6 +93,16 @@ class CpuDraftModel:
                 for draft in growing
             ]
         return drafts
+
+    def _catch_up(self, sequences: list[Sequence]) -> list[tuple[int, float]]:
+        """Compute what the last chunks of all sequences have too much for one pass; return the passes."""
+        passes: list[tuple[int, float]] = []
+        ends = {sequence: sequence.num_tokens - 1 for sequence in sequences}
+        while True:
+            num_tokens = sum(1 + max(0, end - self._marks.num_computed(sequence)) for sequence, end in ends.items())
+            if num_tokens <= self._max_pass_tokens:
+                return passes
+            passes += self.fill(ends, num_tokens - self._max_pass_tokens).passes
 
     def _last_chunk(self, sequence: Sequence) -> _Chunk:
         """Return the tokens of a sequence that it lacks, and the last one in any case: the draft follows its logits.

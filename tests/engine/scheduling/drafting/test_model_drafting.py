@@ -12,6 +12,7 @@ from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.drafting.acceptance import Acceptance
 from engine.scheduling.drafting.draft_model import ModelDrafts
+from engine.scheduling.drafting.drafter import Drafter
 from engine.scheduling.drafting.model_drafting import ModelDrafting
 from engine.scheduling.drafting.payoff import Payoff
 from engine.sequence import Sequence, SequenceGroup
@@ -127,6 +128,26 @@ def test_only_while_drafts_pay_the_model_follows_prompts() -> None:
     assert drafting.is_on
 
 
+def test_sequences_that_lag_join_the_drafts_a_few_in_each_step() -> None:
+    """Each of four lacks 40 tokens; a pass of 64 takes as long as the step."""
+    model, acceptance = FakeModel(0.0125), Acceptance()
+    drafting = ModelDrafting(model, acceptance)
+    drafting.draft({make_sequence(): 1})
+    sequences = [make_sequence() for _ in range(4)]
+    for sequence in sequences:
+        for _ in range(200):
+            acceptance.record_outcome(sequence, 1, 1)
+        sequence.token_ids += [1] * 20
+    model.max_len = 999
+    for count in (1, 2, 3, 4):
+        chosen = drafting.lengths(dict.fromkeys(sequences, 2), measured(), 1, 4.0)
+        assert drafting.is_on
+        assert set(chosen) == set(sequences[:count])
+        drafting.draft(chosen)
+        for sequence in chosen:
+            sequence.token_ids.append(1)
+
+
 def test_what_does_not_pay_is_tried_the_less_often_the_more_it_costs() -> None:
     tries = []
     for seconds in (0.02, 0.2):
@@ -156,9 +177,9 @@ def test_which_sequences_it_catches_up_with() -> None:
     for sequence in (decoding, late, ending):
         sequence.num_computed_tokens = sequence.num_tokens - 1
     computed = {sequence: sequence.num_computed_tokens for sequence in (prompt, decoding, late, ending)}
-    assert set(drafting.behind(computed)) == {prompt, late}
+    assert set(drafting.lagging(computed)) == {prompt, late}
     model.max_len = 900
-    assert set(drafting.behind(computed)) == {late}
+    assert set(drafting.lagging(computed)) == {late}
 
 
 def test_catching_up_takes_no_longer_than_the_step() -> None:
@@ -180,6 +201,50 @@ def start(model: FakeModel, runner: ShadowRunner, engine: Engine) -> None:
     drafter = engine.scheduler.drafter
     assert drafter is not None
     drafter.proposers, drafter.model = {}, ModelDrafting(model, drafter.acceptance)
+
+
+def drafter_of(engine: Engine) -> Drafter:
+    drafter = engine.scheduler.drafter
+    assert drafter is not None
+    assert drafter.model is not None
+    return drafter
+
+
+def test_in_a_full_batch_in_which_drafts_do_not_pay_the_model_follows_no_prompt() -> None:
+    engine, runner = make_engine(speculative_config={"method": "ngram", "num_speculative_tokens": 4})
+    model = FakeModel(0.001, runner)
+    start(model, runner, engine)
+    drafter, drafting = drafter_of(engine), drafter_of(engine).model
+    assert drafting is not None
+    drafter.payoff = Payoff(1)
+    for _ in range(2):
+        for num_tokens in range(64, 0, -1):
+            drafter.payoff.record_step(num_tokens, float(num_tokens**2))
+    drafter.record_step = lambda *args: None  # type: ignore[method-assign]
+    for index in range(8):
+        engine.add_request(EngineRequest(str(index), [*PROMPT, index], SamplingParams(temperature=0, max_tokens=40)))
+    for _ in range(12):
+        engine.step()
+    assert not drafting.is_on
+    num_fills = len(model.most_filled)
+    engine.add_request(EngineRequest("late", PROMPT * 3, SamplingParams(temperature=0, max_tokens=40)))
+    for _ in range(9):
+        engine.step()
+    assert not drafting.is_on
+    assert len(model.most_filled) == num_fills
+
+
+def test_a_sequence_that_the_model_is_not_asked_for_has_missed_no_draft() -> None:
+    """While a step without drafts is measured, for one."""
+    engine, runner = make_engine(speculative_config={"method": "ngram", "num_speculative_tokens": 4})
+    start(FakeModel(0.001, runner), runner, engine)
+    drafter = drafter_of(engine)
+    drafter.payoff = Payoff(8)
+    drafter.record_step = lambda *args: None  # type: ignore[method-assign]
+    group = engine.add_request(EngineRequest("a", PROMPT, SamplingParams(temperature=0, max_tokens=30)))
+    while engine.has_unfinished:
+        assert drafter.acceptance.may_get_draft(group.sequences[0])
+        engine.step()
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 4, 16])

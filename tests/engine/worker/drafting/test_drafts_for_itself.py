@@ -16,6 +16,7 @@ from engine.kv.page_memory import PageMemory
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams
 from engine.scheduling.drafting.drafter import Drafter
+from engine.scheduling.drafting.model_drafting import ModelDrafting
 from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput
 from engine.sequence import Sequence
 from engine.worker.drafting.cpu_draft_model import CpuDraftModel
@@ -87,6 +88,25 @@ def test_no_draft_is_rejected(family: SavedModel, setting: str, monkeypatch: pyt
     if setting in ("swapped", "evicted to the host"):
         assert activity.num_swapped_in
     assert activity.num_copies or setting == "blocks of 1"
+
+
+def test_a_pass_has_no_more_tokens_than_a_step(qwen3: SavedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the draft model has computed nothing of the prompts of several sequences."""
+    drafts = DraftCounter(monkeypatch)
+    sizes: list[int] = []
+    compute = CpuDraftModel._compute
+
+    def recording(model: CpuDraftModel, chunks: list[Any], sampling: Any) -> Any:
+        sizes.append(sum(chunk.num_tokens for chunk in chunks))
+        return compute(model, chunks, sampling)
+
+    monkeypatch.setattr(CpuDraftModel, "_compute", recording)
+    monkeypatch.setattr(ModelDrafting, "fill", lambda *args: None)
+    expected = answers(run(make_llm(qwen3.path), *requests()))
+    llm = make_llm(qwen3.path, speculative_config=itself(qwen3.path), **SETTINGS["chunks"])
+    assert wrong_drafts(llm, drafts, expected) == 0
+    assert drafts.num_accepted > 200
+    assert max(sizes) == SETTINGS["chunks"]["max_num_batched_tokens"]
 
 
 class Disturbance:
