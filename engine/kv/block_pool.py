@@ -13,7 +13,8 @@ last user releases it.
 A cached block may have been marked as worth keeping: its retention. Instead of being evicted it is spared, as if it had
 been used just then, as often as its retention says, and then evicted as any other. So it outlives blocks that are not
 marked, but not for long if it is not used, and blocks that all are marked are evicted in the order of their use. This
-is generalized CLOCK (Smith, 1978) on the order of use.
+is generalized CLOCK (Smith, 1978) on the order of use. One choice spares a limited number of blocks: where the next one
+is marked too, it is evicted nevertheless.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass
 
-__all__ = ["Block", "BlockCounts", "BlockPool"]
+__all__ = ["MOST_SPARED", "Block", "BlockCounts", "BlockPool"]
+
+MOST_SPARED = 64  # blocks in one choice, which a step waits for
 
 
 @dataclass(slots=True)
@@ -90,14 +93,15 @@ class BlockPool:
         return len(self._free)
 
     def choose_evicted(self) -> Block:
-        """Return the cached block to evict next: the least recently used one, after those that are spared for once."""
+        """Return the cached block to evict next: the least recently used one that is not spared this time."""
         assert self._cached, "the pool cannot hold what is scheduled: no block is free or cached"
-        while True:
+        for _ in range(MOST_SPARED):
             block = self.blocks[next(iter(self._cached))]
             if not block.retention or self._num_spared.get(block.block_id, 0) >= block.retention:
                 return block
             self._num_spared[block.block_id] = self._num_spared.get(block.block_id, 0) + 1
             self._cached.move_to_end(block.block_id)
+        return self.blocks[next(iter(self._cached))]
 
     def retain_longer(self, block: Block, retention: int) -> None:
         """Mark a published block, or page, as worth keeping; the highest retention counts, from now on."""

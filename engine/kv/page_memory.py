@@ -108,7 +108,7 @@ class PageMemory:
 
     def _make_host_pool(self, share: HostShare | None) -> torch.Tensor:
         shape = (self.num_host_pages, self.bytes_per_page)
-        if self.device.type == "cpu" or not self.num_host_pages:  # the system allocates it on first use
+        if self.device.type == "cpu" or not self.num_host_bytes:  # the system allocates it on first use
             return huge_zeros(shape, torch.uint8) if share is None else share.map(*shape)
         pool = pinned_zeros(shape, torch.uint8) if share is None else pin(share.map(*shape))
         weakref.finalize(self, unpin, pool, self.device)  # which keeps the memory until it is unlocked

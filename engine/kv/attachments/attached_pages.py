@@ -166,6 +166,7 @@ class AttachedPages:
             self.copies.pop(page.block_id, None)  # of a step that failed
             if self._blocks[block_id].block_hash is None:
                 del self.by_block[block_id]
+                page.forget_content()
             else:
                 page.block_hash = block_id
                 if not is_likely:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from unittest.mock import patch
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.kv.block_pool import Block, BlockPool
+from engine.kv import block_pool
+from engine.kv.block_pool import MOST_SPARED, Block, BlockPool
 
 NUM_BLOCKS = 6
 ACTIONS = st.lists(
@@ -28,8 +30,10 @@ class Model:
         self.left: Counter[int] = Counter()
         self.retention: Counter[int] = Counter()
 
-    def choose(self) -> int:
-        while self.left[self.order[0]]:
+    def choose(self, most_spared: int) -> int:
+        for _ in range(most_spared):
+            if not self.left[self.order[0]]:
+                break
             block_id = self.order.pop(0)
             self.left[block_id] -= 1
             self.order.append(block_id)
@@ -45,9 +49,9 @@ def publish(block: Block, number: int) -> None:
 
 
 @settings(max_examples=300, deadline=None)
-@given(actions=ACTIONS)
+@given(actions=ACTIONS, most_spared=st.sampled_from([2, MOST_SPARED]))
 def test_blocks_are_evicted_in_the_order_of_use_after_those_that_are_spared(
-    actions: list[tuple[str, int, int]],
+    actions: list[tuple[str, int, int]], most_spared: int
 ) -> None:
     pool, model, used = BlockPool(NUM_BLOCKS), Model(), Counter[int]()
     for number, (action, block_id, retention) in enumerate(actions):
@@ -65,8 +69,9 @@ def test_blocks_are_evicted_in_the_order_of_use_after_those_that_are_spared(
             del used[block_id]
             model.order.append(block_id)
         elif action == "evict" and model.order:
-            chosen = pool.choose_evicted()
-            assert chosen.block_id == model.choose()
+            with patch.object(block_pool, "MOST_SPARED", most_spared):
+                chosen = pool.choose_evicted()
+            assert chosen.block_id == model.choose(most_spared)
             chosen.forget_content()
             pool.uncache(chosen)
             model.forget(chosen.block_id)
@@ -81,6 +86,19 @@ def test_blocks_are_evicted_in_the_order_of_use_after_those_that_are_spared(
             model.order.insert(0, block_id)
             model.left[block_id] = 0
         pool.check_integrity(+used)
+
+
+def test_one_choice_spares_a_limited_number_of_blocks() -> None:
+    """A step waits for it, however many blocks are marked."""
+    pool = BlockPool(10 * MOST_SPARED)
+    for number in range(len(pool.blocks)):
+        block = pool.take()
+        publish(block, number)
+        pool.retain_longer(block, 3)
+        pool.release(block)
+    chosen = [pool.choose_evicted() for _ in range(2)]
+    assert [block.block_id for block in chosen] == [MOST_SPARED, 2 * MOST_SPARED]
+    pool.check_integrity(Counter())
 
 
 def test_blocks_that_are_not_published_are_not_marked() -> None:

@@ -11,8 +11,10 @@ from engine.errors import ConfigError
 from engine.kv import page_memory
 from engine.kv.kv_cache import KVCache
 from engine.kv.layer_cache import KeyValue
+from engine.kv.page_memory import PageMemory
 from engine.kv.pinned_memory import pinned_zeros, unpin
 from engine.kv.pool_sizes import PoolSizes
+from engine.kv.shared_host import HostShare
 
 GPU = torch.device("cuda", 0)
 
@@ -70,6 +72,17 @@ def test_a_cache_without_a_host_pool_locks_nothing(cudart: Cudart) -> None:
     cache = make_cache(num_host_blocks=0)
     assert not cudart.locked
     assert cache.blocks.num_host_bytes == 0
+
+
+@pytest.mark.parametrize("share", [None, HostShare("/dev/null", num_ranks=2)])
+def test_pages_without_bytes_lock_nothing(cudart: Cudart, share: HostShare | None) -> None:
+    """The blocks of a model whose layers all have windows, or states, hold nothing themselves."""
+    memory = PageMemory("KV block", [], num_pages=4, dtype=torch.bfloat16, device=GPU, num_host_pages=8, share=share)
+    assert not cudart.locked
+    assert memory.num_host_bytes == 0
+    assert memory.host_bytes.nbytes == 0
+    del memory
+    gc.collect()  # unlocks nothing
 
 
 def test_memory_that_cannot_be_locked_is_an_error_that_names_the_option(cudart: Cudart) -> None:

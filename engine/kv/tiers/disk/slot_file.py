@@ -82,9 +82,13 @@ class SlotFile:
             end += region.num_slots * region.slot_bytes
         self._end = end
         self._io = BlockIO(path, descriptor)
-        if os.pread(descriptor, DISK_BLOCK, 0) != self._file_header():
-            self.erase()
-        os.ftruncate(descriptor, self._end)
+        try:
+            if os.pread(descriptor, DISK_BLOCK, 0) != self._file_header():
+                self.erase()
+            os.ftruncate(descriptor, self._end)
+        except BaseException:
+            self._io.close()  # the descriptor stays the caller's
+            raise
 
     @classmethod
     def open(cls, directory: Path, regions: Sequence[Region], page_format: PageFormat) -> SlotFile:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
+from engine.kv.block_pool import MOST_SPARED
+
 __all__ = ["SlotIndex"]
 
 
@@ -72,20 +74,25 @@ class SlotIndex:
 
     def _choose_dropped(self) -> bytes | None:
         """Return the page to drop next; None if all are being read."""
-        while True:
-            oldest = next((name for name, slot in self._slots.items() if not self._pins[slot]), None)
+        for _ in range(MOST_SPARED):
+            oldest = self._oldest()
             if oldest is None or not self._retention.get(oldest):
                 return oldest
             self._retention[oldest] -= 1
             self._slots.move_to_end(oldest)
+        return self._oldest()
+
+    def _oldest(self) -> bytes | None:
+        """Return the least recently used page that is not being read."""
+        return next((name for name, slot in self._slots.items() if not self._pins[slot]), None)
 
     def commit(self, digest: bytes, block_hash: int) -> None:
-        """Take notice that a page was written."""
+        """Record that a page was written."""
         self._slots[digest] = self._writing.pop(digest)
         self._hashes[digest] = block_hash
 
     def abandon(self, digest: bytes) -> None:
-        """Take notice that a page was not written."""
+        """Record that a page was not written."""
         self._free.append(self._writing.pop(digest))
 
     def drop(self, digest: bytes) -> int | None:
@@ -108,7 +115,7 @@ class SlotIndex:
         return slot
 
     def unpin(self, slot: int) -> None:
-        """Take notice that a slot was read."""
+        """Record that a slot was read."""
         self._pins[slot] -= 1
         if not self._pins[slot]:
             del self._pins[slot]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, ModelLoadError
 from engine.models.config.files.tokenizer_eos import tokens_of
 
 __all__ = ["require_same_vocabulary"]
@@ -15,7 +15,7 @@ def require_same_vocabulary(path: str, other: str) -> None:
 
     Raises:
         ConfigError: if an id is another token in the second one.
-        ModelLoadError: if a file is not valid JSON.
+        ModelLoadError: if a file is damaged.
     """
     tokens, others = _texts(path), _texts(other)
     if not tokens or not others:  # a format without such a list, as tiktoken's
@@ -33,8 +33,13 @@ def require_same_vocabulary(path: str, other: str) -> None:
 
 
 def _texts(path: str) -> dict[int, str]:
-    return {
-        token_id: text
-        for text, token_id in (tokens_of(path) if Path(path).is_dir() else ())
-        if isinstance(token_id, int) and isinstance(text, str)
-    }
+    if not Path(path).is_dir():
+        return {}
+    try:
+        tokens = list(tokens_of(path))
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ModelLoadError(
+            f"the tokenizer's files in '{path}' do not list its tokens ({reason}); download them again"
+        ) from error
+    return {token_id: text for text, token_id in tokens if isinstance(token_id, int) and isinstance(text, str)}

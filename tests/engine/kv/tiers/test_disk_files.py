@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,21 @@ def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     path.touch()
     with pytest.raises(ConfigError, match=r"disk_cache_path='.*file' cannot be used"):
         make(path)
+
+
+@pytest.mark.parametrize("name", ["ftruncate", "pread"])
+def test_a_file_that_cannot_be_prepared_leaves_nothing_open(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(slot_file.os, name, full)
+        with pytest.raises(ConfigError, match="cannot be used: No space left on device"):
+            make(tmp_path)
+    links = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+    assert [link for link in links if link.startswith(str(tmp_path))] == []
 
 
 def test_a_cache_without_room_for_a_block_is_refused(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from engine.engine import Engine
 from engine.errors import RequestError
+from engine.kv.block_pool import MOST_SPARED
 from engine.kv.tiers.disk.slot_index import SlotIndex
 from engine.request import MAX_RETENTION, EngineRequest
 from engine.sampling_params import SamplingParams
@@ -80,6 +81,19 @@ def test_a_marked_text_stays_on_the_disk_longer(tmp_path: Path) -> None:
         engine.close()
     assert not any(kept[0])
     assert all(kept[1])
+
+
+def test_one_choice_spares_a_limited_number_of_slots() -> None:
+    names = [number.to_bytes(4, "big") for number in range(4 * MOST_SPARED)]
+    index = SlotIndex(len(names))
+    for number, name in enumerate(names):
+        index.begin(name)
+        index.commit(name, number)
+    index.touch(names, retention=3)
+    oldest = list(index.hashes)[MOST_SPARED]
+    begun = index.begin(b"another")
+    assert begun is not None
+    assert begun[1] == oldest
 
 
 def test_slots_are_spared_as_often_as_their_retention_says() -> None:
