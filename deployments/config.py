@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import os
 import reprlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,7 +23,7 @@ from deployments.parsers.tool_parsers import TOOL_PARSERS
 from deployments.proxy.limits import ProxyLimits
 from deployments.routing.options import RoutingOptions
 from deployments.serve.gpu_share import default_gpus_per_engine, require_valid_gpus_per_engine
-from deployments.version import checkout_root
+from deployments.version import checkout_root, from_checkout
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.models.config.families.architectures import require_proven, require_served
@@ -251,8 +250,7 @@ class AppConfig(_Options):
         """Where and how batches are kept; None: not at all. A relative directory starts at the checkout."""
         if self.batches.directory is None:
             return None
-        limits = self.batches.model_dump(exclude={"directory"})
-        return BatchOptions(checkout_root() / os.path.expanduser(self.batches.directory), **limits)
+        return BatchOptions(from_checkout(self.batches.directory), **self.batches.model_dump(exclude={"directory"}))
 
     @property
     def has_page(self) -> bool:
@@ -262,8 +260,7 @@ class AppConfig(_Options):
     @property
     def model_path(self) -> Path:
         """The checkpoint's directory or GGUF file. A relative path starts at the checkout."""
-        path = Path(os.path.expanduser(self.model))  # Path.expanduser raises RuntimeError for an unknown user
-        return path if path.is_absolute() else checkout_root() / path
+        return from_checkout(self.model)
 
     def load_tokenizer(self, path: Path) -> Tokenizer:
         """Return the tokenizer of a checkpoint, with the chat template of these options."""
@@ -274,7 +271,7 @@ class AppConfig(_Options):
         """The file of the chat template, whose relative path starts at the checkout, or a packaged one's name."""
         if self.chat_template is None or self.chat_template in PACKAGED_TEMPLATES:
             return self.chat_template
-        return str(checkout_root() / os.path.expanduser(self.chat_template))
+        return str(from_checkout(self.chat_template))
 
     @property
     def min_engine_replicas(self) -> int:
@@ -302,6 +299,9 @@ class AppConfig(_Options):
         } | self.engine
         if options.get("kv_transfer") is None and not self.has_several_engines:
             options["kv_transfer"] = False
+        match options.get("speculative_config"):
+            case {"model": str(draft), **others} if draft:
+                options["speculative_config"] = {**others, "model": str(from_checkout(draft))}
         if self.replicas.gpus_per_engine == 0 and options.get("device", "auto") == "auto":
             options["device"] = "cpu"  # Ray hides no GPUs from a replica that reserves none
         return EngineConfig.from_options(str(self.model_path), options)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 
-__all__ = ["SHIPPED_CONFIG", "checkout_root", "pagoda_version"]
+__all__ = ["SHIPPED_CONFIG", "checkout_root", "from_checkout", "pagoda_version"]
 
 SHIPPED_CONFIG = "serve_config.yaml"
 
@@ -30,6 +31,11 @@ def checkout_root() -> Path:
     """
     root = Path(__file__).resolve().parent.parent
     return root if (root / SHIPPED_CONFIG).is_file() else _installed_root() or root
+
+
+def from_checkout(path: str) -> Path:
+    """Return a path of the configuration, with ~ expanded; a relative one starts at ``checkout_root``."""
+    return checkout_root() / os.path.expanduser(path)  # Path.expanduser raises RuntimeError for an unknown user
 
 
 def _installed_root() -> Path | None:

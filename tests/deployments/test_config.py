@@ -94,6 +94,18 @@ def test_a_relative_model_starts_at_the_checkout() -> None:
     assert AppConfig.parse({"model": "/models/x"}).served_name == "x"
 
 
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [("demo/model", checkout_root() / "demo/model"), ("/models/x", "/models/x"), ("~/x", Path.home() / "x")],
+)
+def test_a_draft_model_is_where_the_model_would_be(model: str, expected: Path | str) -> None:
+    """And not in the directory in which Ray starts a replica."""
+    speculation = {"method": "draft_model", "model": model, "num_speculative_tokens": 3}
+    config = AppConfig.parse({"model": model, "engine": {"speculative_config": speculation}})
+    assert config.engine_config.speculation is not None
+    assert config.engine_config.speculation.model == str(expected) == str(config.model_path)
+
+
 def test_a_missing_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a directory"):
         AppConfig.parse({"model": str(tmp_path / "none")}).require_model()
