@@ -119,8 +119,8 @@ class EngineConfig:
             no limit, so that a request may ask for those of the whole vocabulary.
         swap_space_gib: host memory in GiB, for the whole engine, that keeps what preempted requests have in the KV
             cache, and what the prefix cache evicts: blocks, pages of windows, states. What does not fit is computed
-            again. None: on a CPU an eighth of the memory available, at most 4 GiB and four times the KV cache, which is
-            taken when it is first used; on a GPU, and for ``LLM``, 0.
+            again. None: on a CPU an eighth of the memory available, at most 4 GiB and four times the KV cache, taken
+            128 MiB ahead of its use for each pool; on a GPU, and for ``LLM``, 0.
         disk_cache_path: directory on a local disk where full blocks of ended requests are kept, which later requests of
             this engine read, also after a restart. It needs a host pool, through which all pages pass. Each engine
             takes a file of its own, whose name begins with a digest of the model. None: there is no disk cache.

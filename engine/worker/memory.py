@@ -108,7 +108,7 @@ def _default_host_pools(
     """Return ``pools`` with those on the host if no size is configured: none on a GPU, whose host memory is pinned.
 
     On a CPU they take a share of what is available, so that it does not matter much where nothing is ever evicted:
-    their memory is taken page by page, when it is first used.
+    their memory is taken page by page, little ahead of its use.
     """
     if is_on_gpu:
         return pools
@@ -117,8 +117,8 @@ def _default_host_pools(
     if with_host.num_host_blocks < 1:
         return pools
     logger.info(
-        "swap_space_gib is not set: %.2f GiB of host memory, which is taken when it is first used (an eighth of what "
-        "is available, at most 4 GiB and %d times the KV cache)",
+        "swap_space_gib is not set: %.2f GiB of host memory, taken little by little ahead of its use (an eighth of "
+        "what is available, at most 4 GiB and %d times the KV cache)",
         memory / 2**30,
         _HOST_RATIO,
     )

@@ -148,7 +148,7 @@ def test_without_a_size_the_host_pool_of_a_cpu_is_a_stated_share(
         memory.host_pools_for(config, PoolSizes(10**6), sizes, 4096)
         monkeypatch.setattr(memory, "available_host_memory", lambda: 2**33)
         memory.host_pools_for(config, PoolSizes(10**6), sizes, 4096)
-    assert "swap_space_gib is not set: 1.00 GiB of host memory, which is taken when it is first used" in caplog.text
+    assert "swap_space_gib is not set: 1.00 GiB of host memory, taken little by little ahead of its use" in caplog.text
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux says what a process holds")

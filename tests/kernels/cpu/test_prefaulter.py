@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from engine.kv import page_memory
 from engine.kv.kv_cache import KVCache
 from engine.kv.layer_cache import IndexKey, KeyValue, Latent, State
 from engine.kv.page_copies import PageCopies
-from engine.kv.page_memory import _HOST_BYTES_AHEAD, PageMemory
+from engine.kv.page_memory import PageMemory
 from engine.kv.pool_sizes import PoolSizes
 from kernels.cpu.library import library
 from kernels.cpu.memory import huge_zeros
@@ -23,12 +24,20 @@ from tests.waiting import until
 
 ROOT = Path(__file__).parents[3]
 BLOCK = 64 * 2**10
+HOST_BYTES_AHEAD = 4 * 2**20
 HUGE_BLOCKS = 2 * 2**20 // BLOCK  # which a huge page may allocate in addition
 
 
 def impolite(parts: list[torch.Tensor], num_ahead: int) -> Prefaulter:
     """Return a prefaulter that other tests on this machine cannot delay."""
     return Prefaulter(parts, num_ahead, is_polite=False)
+
+
+@pytest.fixture
+def quick_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches have their memory soon, however many other programs run: little of it, from a thread of usual priority."""
+    monkeypatch.setattr(page_memory, "Prefaulter", impolite)
+    monkeypatch.setattr(page_memory, "_HOST_BYTES_AHEAD", HOST_BYTES_AHEAD)
 
 
 def can_prefault() -> bool:
@@ -152,9 +161,10 @@ def prefaulter_of(pool: PageMemory) -> Prefaulter:
     return pool._prefaulter
 
 
+@pytest.mark.usefixtures("quick_caches")
 def test_a_cache_is_ready_for_the_first_step_and_for_expected_slots() -> None:
     cache = KVCache(
-        [KeyValue(heads=8, key_dim=128, value_dim=128)] * 2,
+        [KeyValue(heads=2, key_dim=128, value_dim=128)] * 2,
         PoolSizes(1000),
         block_size=16,
         dtype=torch.bfloat16,
@@ -170,29 +180,31 @@ def test_a_cache_is_ready_for_the_first_step_and_for_expected_slots() -> None:
     assert num_resident_bytes(cache.layers[1][1][:565]) >= cache.layers[1][1][:565].nbytes
 
 
+@pytest.mark.usefixtures("quick_caches")
 def test_blocks_whose_parts_differ_in_size_are_ready() -> None:
     """Latents are wider than the keys of an indexer, whose memory ends sooner."""
     for layers in ([Latent(512, 64), IndexKey(128)], [IndexKey(128), Latent(512, 64)]):
         cache = KVCache(
             layers,
-            PoolSizes(1000),
+            PoolSizes(100),
             block_size=64,
             dtype=torch.bfloat16,
             device=torch.device("cpu"),
             num_blocks_ahead=30,
         )
         wait(prefaulter_of(cache.blocks), 31)
-        for used, num_ready in ((900, 931), (999, 1000)):
+        for used, num_ready in ((60, 91), (99, 100)):
             cache.expect(np.array([used * 64]))
             wait(prefaulter_of(cache.blocks), num_ready)
             for (part,) in cache.layers:
                 assert num_resident_bytes(part[:num_ready]) >= part[:num_ready].nbytes
 
 
+@pytest.mark.usefixtures("quick_caches")
 def test_pages_of_windows_and_slots_of_states_are_ready() -> None:
     """A slot is used by a sequence, by the snapshot of a prefill, or as the target of a copy."""
     cache = KVCache(
-        [KeyValue(heads=8, key_dim=128, value_dim=128, window=512), State(((3, 4096), (32, 128, 128)))],
+        [KeyValue(heads=2, key_dim=128, value_dim=128, window=512), State(((3, 4096), (8, 128, 128)))],
         PoolSizes(1000, num_window_pages=(1000,), num_slots=40),
         block_size=16,
         dtype=torch.bfloat16,
@@ -213,6 +225,7 @@ def test_pages_of_windows_and_slots_of_states_are_ready() -> None:
         assert num_resident_bytes(part[:25]) >= part[:25].nbytes
 
 
+@pytest.mark.usefixtures("quick_caches")
 def test_a_host_pool_is_ready_for_the_first_pages_and_for_expected_ones() -> None:
     cache = KVCache(
         [KeyValue(heads=8, key_dim=128, value_dim=128)] * 2,
@@ -222,7 +235,7 @@ def test_a_host_pool_is_ready_for_the_first_pages_and_for_expected_ones() -> Non
         device=torch.device("cpu"),
         num_blocks_ahead=1,
     )
-    pool, ahead = cache.blocks, _HOST_BYTES_AHEAD // cache.blocks.bytes_per_page
+    pool, ahead = cache.blocks, HOST_BYTES_AHEAD // cache.blocks.bytes_per_page
     assert pool._host_prefaulter is not None
     wait(pool._host_prefaulter, ahead + 1)
     cache.host_memory.expect(0, 30)
