@@ -83,7 +83,7 @@ class Record:
         return cls(int(index), kind == b"E", text, Tokens(*map(int, numbers)))
 
 
-class _Found(NamedTuple):
+class _Location(NamedTuple):
     """Where a record is."""
 
     segment: int
@@ -112,14 +112,14 @@ class Journal:
     def __init__(self, disk: Disk, directory: Path, lease: int) -> None:
         self._disk = disk
         self._directory = directory
-        self._results: dict[int, _Found] = {}
+        self._results: dict[int, _Location] = {}
         self.tokens = Tokens()
         self.num_errors = 0
         last = self._last_claim()
         segments = {} if last == 0 else self._segments_of(last)
         for number, length in segments.items():
             for offset, size, record in self._records(number, length):
-                self._add(record, _Found(number, offset, size, record.is_error))
+                self._add(record, _Location(number, offset, size, record.is_error))
         self.number = last + 1
         claim = {"lease": lease, "segments": segments}
         if not disk.create(directory / f"claim-{self.number}.json", json.dumps(claim).encode()):
@@ -150,7 +150,7 @@ class Journal:
         self._disk.write(self._file, b"".join(encoded))
         self._disk.sync(self._file)
         for record, data in zip(new, encoded, strict=True):
-            self._add(record, _Found(self.number, self._size, len(data), record.is_error))
+            self._add(record, _Location(self.number, self._size, len(data), record.is_error))
             self._size += len(data)
 
     def require_claim(self) -> None:
@@ -163,12 +163,12 @@ class Journal:
         files: dict[int, int] = {}
         try:
             for index in sorted(self._results):
-                found = self._results[index]
-                if found.is_error != is_error:
+                location = self._results[index]
+                if location.is_error != is_error:
                     continue
-                if found.segment not in files:
-                    files[found.segment] = os.open(self._segment(found.segment), os.O_RDONLY)
-                record = Record.decoded(os.pread(files[found.segment], found.length, found.offset))
+                if location.segment not in files:
+                    files[location.segment] = os.open(self._segment(location.segment), os.O_RDONLY)
+                record = Record.decoded(os.pread(files[location.segment], location.length, location.offset))
                 assert record is not None, "a durable record has changed"
                 yield record.text
         finally:
@@ -179,10 +179,10 @@ class Journal:
         """Close the segment."""
         os.close(self._file)
 
-    def _add(self, record: Record, found: _Found) -> None:
+    def _add(self, record: Record, location: _Location) -> None:
         if record.index in self._results:
             return
-        self._results[record.index] = found
+        self._results[record.index] = location
         self.tokens = self.tokens.plus(record.tokens)
         self.num_errors += record.is_error
 

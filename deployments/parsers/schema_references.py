@@ -20,8 +20,8 @@ _MAX_SEARCHED = 1000  # schemas of a document that are searched for a name; no o
 
 def reference_of(schema: Schema) -> str | None:
     """Return a schema's reference; None if it has none."""
-    found = (schema.get(key) for key in _REFERENCES)
-    return next((reference for reference in found if isinstance(reference, str)), None)
+    references = (schema.get(key) for key in _REFERENCES)
+    return next((reference for reference in references if isinstance(reference, str)), None)
 
 
 def is_resource(schema: Schema) -> bool:
@@ -41,22 +41,22 @@ def target(reference: str, base: Schema, document: Schema) -> tuple[Schema, Sche
     uri, _, fragment = reference.partition("#")
     resource = _resource(uri, base, document) if uri else base
     if fragment.startswith("/"):
-        found = _pointed(unquote(fragment), resource)
+        schema = _pointed(unquote(fragment), resource)
     else:
-        found = _anchored(unquote(fragment), resource) if fragment else resource
-    return found, found if is_resource(found) else resource
+        schema = _anchored(unquote(fragment), resource) if fragment else resource
+    return schema, schema if is_resource(schema) else resource
 
 
 def _pointed(pointer: str, resource: Schema) -> Schema:
     """Return the schema at a JSON pointer (RFC 6901)."""
-    found: Any = resource
+    schema: Any = resource
     for part in pointer.split("/")[1:]:
         key = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list) and key.isdecimal() and len(key) <= _MAX_DIGITS and int(key) < len(found):
-            found = found[int(key)]
+        if isinstance(schema, list) and key.isdecimal() and len(key) <= _MAX_DIGITS and int(key) < len(schema):
+            schema = schema[int(key)]
         else:
-            found = found.get(key) if isinstance(found, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
+            schema = schema.get(key) if isinstance(schema, Mapping) else None
+    return schema if isinstance(schema, Mapping) else {}
 
 
 def _anchored(name: str, resource: Schema) -> Schema:
@@ -69,9 +69,9 @@ def _anchored(name: str, resource: Schema) -> Schema:
 def _resource(uri: str, base: Schema, document: Schema) -> Schema:
     """Return the schema whose ``$id`` is a URI, which may be relative to that of ``base``."""
     wanted = (uri, _joined(base, uri))
-    found = (schema for schema in _schemas_in(document) if is_resource(schema))
+    resources = (schema for schema in _schemas_in(document) if is_resource(schema))
     return next(
-        (schema for schema in found if schema["$id"] in wanted or _joined(document, schema["$id"]) in wanted), {}
+        (schema for schema in resources if schema["$id"] in wanted or _joined(document, schema["$id"]) in wanted), {}
     )
 
 

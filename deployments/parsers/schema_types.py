@@ -99,15 +99,15 @@ class SchemaPart:
 
     def item(self, index: int) -> SchemaPart:
         """Return what is said about a list's item, directly, through references and in combined schemas."""
-        found = []
+        schemas = []
         for part, base in self._parts():
             first, items = part.get("prefixItems"), part.get("items")
             first = items if isinstance(items, list) else first  # until draft 2019-09
             if isinstance(first, list) and index < len(first):
                 items = first[index]
             if isinstance(items, Mapping):
-                found.append((items, base))
-        return SchemaPart(self.document, tuple(found))
+                schemas.append((items, base))
+        return SchemaPart(self.document, tuple(schemas))
 
     def _parts(self) -> Iterator[tuple[Schema, Schema]]:
         """Yield the schemas, and those that they refer to and combine, each reference once."""

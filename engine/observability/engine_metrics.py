@@ -235,9 +235,9 @@ class EngineMetrics(EngineObserver):
     def _report_positions(self, output: SchedulerOutput) -> None:
         drafted, accepted = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
         for sequence, draft in output.drafts.items():
-            places = [(output.proposers[sequence], _POSITIONS[index]) for index in range(len(draft))]
-            drafted.update(places)
-            accepted.update(places[: output.num_accepted.get(sequence, 0)])
+            positions = [(output.proposers[sequence], _POSITIONS[index]) for index in range(len(draft))]
+            drafted.update(positions)
+            accepted.update(positions[: output.num_accepted.get(sequence, 0)])
         for metric, counts in ((DRAFTED_AT, drafted), (ACCEPTED_AT, accepted)):
             for (drafter, position), count in counts.items():
                 self._sink.increment(metric, count, drafter=drafter, position=position)

@@ -128,17 +128,17 @@ def _pooling_types(directory: Path, *, has_prompts: bool) -> tuple[str, ...]:
     named = config.get("pooling_mode")
     if named is not None:
         names = named if isinstance(named, list) else [named]
-        found = [_SPELLINGS.get(str(name), str(name)) for name in names]
+        kinds = [_SPELLINGS.get(str(name), str(name)) for name in names]
     else:
-        found = [kind for name, kind in _MODES.items() if config.get(_PREFIX + name)]
-    if not found or not set(found) <= set(POOLING_TYPES):
+        kinds = [kind for name, kind in _MODES.items() if config.get(_PREFIX + name)]
+    if not kinds or not set(kinds) <= set(POOLING_TYPES):
         raise ModelLoadError(
-            f"'{directory / 'config.json'}' asks for the pooling {shown(named or found)}; {', '.join(POOLING_TYPES)} "
+            f"'{directory / 'config.json'}' asks for the pooling {shown(named or kinds)}; {', '.join(POOLING_TYPES)} "
             "are served"
         )
     if has_prompts and config.get("include_prompt", True) is False:
         raise ModelLoadError(f"'{directory / 'config.json'}' has include_prompt=false, which is not served")
-    return tuple(found)
+    return tuple(kinds)
 
 
 def _dense(directory: Path) -> DenseModule:

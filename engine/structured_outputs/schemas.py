@@ -70,12 +70,12 @@ def referenced(document: Any) -> set[int]:
             pointers[id(base), reference] = base
         values = part.values() if isinstance(part, Mapping) else part if isinstance(part, list) else ()
         objects.extend((value, base) for value in values if isinstance(value, Mapping | list))
-    found = set[int]()
+    ids = set[int]()
     for (_, pointer), at in pointers.items():
         for name in unquote(pointer).split("/")[1:]:
             at = at.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(at, Mapping) else None
-            found.add(id(at))
-    return found - {id(None)}
+            ids.add(id(at))
+    return ids - {id(None)}
 
 
 def without_unknown_formats(schema: Any) -> Any:

@@ -18,6 +18,7 @@ class IndexerSizes:
     """The sizes of a layer's indexer, the same on all ranks.
 
     Attributes:
+        hidden_size: numbers of a token in the layer's input.
         query_rank: numbers of the queries' latent.
         num_heads: of its queries; all read one key.
         head_dim: elements of a query or key.

@@ -156,9 +156,9 @@ class HttpRouter:
             await self._passed(self.news, "KV events to its index")
 
     def _on_line(self, line: str) -> None:
-        if found := _APPLIED.search(line):
-            replica = next(n for n, url in enumerate(self.engines.urls) if url.endswith(f":{found[1]}"))
-            self.applied[replica] = max(self.applied[replica], int(found[2]))
+        if match := _APPLIED.search(line):
+            replica = next(n for n, url in enumerate(self.engines.urls) if url.endswith(f":{match[1]}"))
+            self.applied[replica] = max(self.applied[replica], int(match[2]))
             if not self.news.done():
                 self.news.set_result(None)
         elif "DEBUG" not in line:

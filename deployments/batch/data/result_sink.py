@@ -64,11 +64,11 @@ class ResultSink(BlockBasedFileDatasink):
     def results(self) -> list[str]:
         """Return the paths of the files with results of requests, and remove what a run that was killed has left."""
         names = []
-        for found in self.filesystem.get_file_info(FileSelector(self.path, allow_not_found=True)):
-            if found.base_name.startswith(_UNFINISHED):
-                self.filesystem.delete_file(found.path)
-            elif found.path != self._path_of_bad_lines():
-                names.append(found.path)
+        for file in self.filesystem.get_file_info(FileSelector(self.path, allow_not_found=True)):
+            if file.base_name.startswith(_UNFINISHED):
+                self.filesystem.delete_file(file.path)
+            elif file.path != self._path_of_bad_lines():
+                names.append(file.path)
         return names
 
     def _path_of_bad_lines(self) -> str:

@@ -77,10 +77,10 @@ class Answer:
         if self.first_at is not None:
             parts.append(f"first token {1e3 * (self.first_at - self.sent_at):.0f} ms")
         if self.usage is not None:
-            made, asked = self.usage["completion_tokens"], self.usage["prompt_tokens"]
-            if self.first_at is not None and made > 1:
-                parts.append(f"{self._tokens_per_s(made):.1f} tokens/s")
-            parts.append(f"{made} tokens")
+            num_tokens, asked = self.usage["completion_tokens"], self.usage["prompt_tokens"]
+            if self.first_at is not None and num_tokens > 1:
+                parts.append(f"{self._tokens_per_s(num_tokens):.1f} tokens/s")
+            parts.append(f"{num_tokens} tokens")
             cached = (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
             parts.append(f"{cached} of {asked} prompt tokens cached")
         if self.was_stopped:
@@ -89,9 +89,9 @@ class Answer:
             parts.append("cut at the limit of tokens")
         return " · ".join(parts)
 
-    def _tokens_per_s(self, made: int) -> float:
+    def _tokens_per_s(self, num_tokens: int) -> float:
         assert self.first_at is not None
         seconds = self.last_at - self.first_at
         if seconds > ALL_AT_ONCE_S:
-            return (made - self._first_tokens) / seconds
-        return made / max(self.last_at - self.sent_at, 1e-9)
+            return (num_tokens - self._first_tokens) / seconds
+        return num_tokens / max(self.last_at - self.sent_at, 1e-9)

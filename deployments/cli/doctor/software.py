@@ -39,12 +39,12 @@ def check_packages() -> Iterable[Finding]:
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         try:
-            found = version(requirement.name)
+            installed = version(requirement.name)
         except PackageNotFoundError:
             problems.append(f"{requirement.name} is missing ({requirement.specifier})")
             continue
-        if not requirement.specifier.contains(found, prereleases=True):
-            problems.append(f"{requirement.name} {found} is not {requirement.specifier}")
+        if not requirement.specifier.contains(installed, prereleases=True):
+            problems.append(f"{requirement.name} {installed} is not {requirement.specifier}")
     for problem in problems:
         name = problem.split()[0]
         yield Finding("packages", State.ERROR, problem, f"run: {sys.executable} -m pip install '{_wanted(name)}'")

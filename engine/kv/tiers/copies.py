@@ -3,8 +3,8 @@
     add() -> queue, a few texts -> pages are reserved and filled, as for a request -> published, unpinned
 
 Published copies are host pages like others: hit by requests, reported to routers, evicted when they are the least
-recently used. A copy has the lowest priority: it waits for no one, few run at a time, and what is late, has no room, or
-is being copied already is dropped. A later order for the same text copies what is missing.
+recently used. A copy has the lowest priority: no request waits for it, few run at a time, and what is late, has no
+room, or is being copied already is dropped. A later order for the same text copies what is missing.
 """
 
 from __future__ import annotations
@@ -85,12 +85,7 @@ class Copies:
         self._on_changed = on_changed
         self._clock = clock
         self._queue: deque[tuple[CopyOrder, float]] = deque()
-        self._running: dict[bytes, CopyOrder] = {}  # by the digest of the first block that is read
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether any text is being copied, or waits for that."""
-        return bool(self._queue or self._running)
+        self._running = set[bytes]()  # digests of the first block that each reads
 
     def add(self, order: CopyOrder) -> None:
         """Copy what memory lacks of a text, now or soon."""
@@ -123,14 +118,14 @@ class Copies:
             return
 
         def finished(arrival: Arrival, error: str | None) -> None:
-            del self._running[digest]
+            self._running.remove(digest)
             self._finish(arrival, order, error)
 
         arrival = self._arrivals.reserve(chain, plan.first_block, kinds, finished, keep=plan.match)
         if arrival is None:
             self._meter.failed(peers.name, "full")
             return
-        self._running[digest] = order
+        self._running.add(digest)
         self._steps.call_after(lambda: begin_fetch(peers, wanted, arrival))
 
     def _finish(self, arrival: Arrival, order: CopyOrder, error: str | None) -> None:

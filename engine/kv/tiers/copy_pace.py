@@ -23,7 +23,7 @@ class CopyPace:
         self._seconds: deque[float] = deque(maxlen=_NUM_STEPS)
 
     def step_finished(self, seconds: float) -> None:
-        """Take notice how long a step took that has computed something."""
+        """Record how long a step took that has computed something."""
         self._seconds.append(seconds)
 
     def max_bytes(self) -> int:

@@ -36,7 +36,7 @@ class StepClock:
         self._in_flight.append((self._num_launched, step))
 
     def finished(self, step: object) -> None:
-        """Take notice that a step is computed."""
+        """Record that a step is computed."""
         launched: object = None
         while launched is not step and self._in_flight:
             self._num_finished, launched = self._in_flight.popleft()
@@ -44,7 +44,7 @@ class StepClock:
             self._run()
 
     def failed(self) -> None:
-        """Take notice that a step has failed: no step in flight will be finished."""
+        """Record that a step has failed: no step in flight will be finished."""
         self._in_flight.clear()
         self._num_finished = self._num_launched
 

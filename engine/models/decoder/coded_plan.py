@@ -105,7 +105,7 @@ def plan_codes(
         is_packed: the C kernels compute them: formats change between panels only, and gate and up are interleaved.
         has_floats: the kernels compute codes that are floats: the C kernels in bfloat16 only.
     """
-    found: dict[str, tuple[Section, ...] | str] = {}
+    choices: dict[str, tuple[Section, ...] | str] = {}
     stored: dict[str, set[str]] = defaultdict(set)
     for name, shape in unstack({name: list(shape) for name, shape in shapes.items() if _is_linear(name)}):
         if name == HEAD and config.tie_word_embeddings:
@@ -117,12 +117,12 @@ def plan_codes(
         if not isinstance(sections, str):
             reason = _why_not_computed(name, sections, is_packed=is_packed, has_floats=has_floats)
             sections = reason or sections
-        if found.get(key, sections) != sections:
-            sections = found[key] if isinstance(found[key], str) else "experts of a layer are in several formats"
-        found[key] = sections
+        if choices.get(key, sections) != sections:
+            sections = choices[key] if isinstance(choices[key], str) else "experts of a layer are in several formats"
+        choices[key] = sections
         stored[key].update(part.name for part in parts)
-    kept = {name: sections for name, sections in found.items() if not isinstance(sections, str)}
-    reasons = {part: reason for name, reason in found.items() if isinstance(reason, str) for part in stored[name]}
+    kept = {name: sections for name, sections in choices.items() if not isinstance(sections, str)}
+    reasons = {part: reason for name, reason in choices.items() if isinstance(reason, str) for part in stored[name]}
     return CodedPlan(kept, frozenset().union(*(stored[name] for name in kept)), reasons)
 
 

@@ -55,11 +55,11 @@ def _follow(position: _Position, text: list[int], sequence: Sequence) -> None:
     position.num_seen = len(token_ids)
     if not position.is_aligned and sequence.num_output_tokens > 1:
         start = position.next_index
-        found = _find(text, token_ids[-2:], start, start + _MOST_SEARCHED) or _find(
+        next_index = _find(text, token_ids[-2:], start, start + _MOST_SEARCHED) or _find(
             text, token_ids[-2:], max(0, start - _MOST_SEARCHED), start
         )
-        if found:
-            position.next_index, position.is_aligned = found, True
+        if next_index:
+            position.next_index, position.is_aligned = next_index, True
 
 
 def _find(text: list[int], pair: list[int], start: int, end: int) -> int:

@@ -39,6 +39,7 @@ class DraftDecoder:
 
     Args:
         config: the engine's options, with the draft model in ``speculative_config``.
+        options: those of ``speculative_config``, with a ``model``.
         target: the shape of the large model.
         dtype: of the large model, in which this one is computed too.
         device: on which it is computed.

@@ -104,7 +104,7 @@ def test_kept_columns_are_what_new_ones_would_be(actions: list[tuple[str, int]],
         elif action == "rewind" and chosen.num_output_tokens:
             chosen.token_ids.pop()
         elif action == "pause":
-            chosen.token_ids.append(number % VOCAB_SIZE)  # it went on elsewhere
+            chosen.token_ids.append(number % VOCAB_SIZE)  # another engine continued it
         elif action == "reset":
             kept.reset()
         logits = random_logits(len(batch), step)

@@ -35,7 +35,7 @@ def test_any_change_of_the_batch(dtype: torch.dtype, counts_prompt: bool, seed: 
     known: dict[Sequence, int] = {}
     for _ in range(60):
         batch = rng.sample(pool, rng.randrange(1, len(pool) + 1))
-        for sequence in rng.sample(pool, 3):  # some go on elsewhere, some begin anew
+        for sequence in rng.sample(pool, 3):  # some get tokens, some restart
             if rng.random() < 0.5:
                 sequence.token_ids += [rng.randrange(VOCAB_SIZE)] * rng.randrange(3)
             else:

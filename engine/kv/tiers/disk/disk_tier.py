@@ -85,9 +85,9 @@ class DiskTier:
         self._indices = [SlotIndex(region.num_slots) for region in file.regions]
         self._generation = 0
         for kind, index in enumerate(self._indices):
-            found = list(file.scan(kind))
-            index.restore((slot, header.digest, header.block_hash) for slot, header in by_use(found))
-            self._generation = max([self._generation, *(header.generation for _, header in found)])
+            headers = list(file.scan(kind))
+            index.restore((slot, header.digest, header.block_hash) for slot, header in by_use(headers))
+            self._generation = max([self._generation, *(header.generation for _, header in headers)])
         meter.has_room_for(self.name, self.max_blocks)
         self._report_all()
 

@@ -44,7 +44,7 @@ def _read_block(
 
 
 def unpin_slots(indices: list[SlotIndex], slots: Slots) -> None:
-    """Take notice, in the engine's thread, that slots were read."""
+    """Record, in the engine's thread, that slots were read."""
     for of_block in slots:
         for index, slot in zip(indices, of_block, strict=True):
             if slot is not None:

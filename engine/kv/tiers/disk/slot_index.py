@@ -47,12 +47,12 @@ class SlotIndex:
         """Whether a page is being written."""
         return digest in self._writing
 
-    def restore(self, found: Iterable[tuple[int, bytes, int]]) -> None:
-        """Take over the slots, digests and hashes of a file that was found, the least recently used one first.
+    def restore(self, pages: Iterable[tuple[int, bytes, int]]) -> None:
+        """Take over the slots, digests and hashes of an existing file, the least recently used one first.
 
         If two slots hold the same page, the later one counts.
         """
-        for slot, digest, block_hash in found:
+        for slot, digest, block_hash in pages:
             self._slots[digest] = slot
             self._slots.move_to_end(digest)
             self._hashes[digest] = block_hash

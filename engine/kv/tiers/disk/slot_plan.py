@@ -35,10 +35,10 @@ def plan_regions(size_gib: float, info: EngineInfo, page_format: PageFormat) -> 
     return regions
 
 
-def by_use(found: list[tuple[int, SlotHeader]]) -> list[tuple[int, SlotHeader]]:
+def by_use(headers: list[tuple[int, SlotHeader]]) -> list[tuple[int, SlotHeader]]:
     """Return slots in the order of their last use; a block was used when a block after it was."""
-    last_use = {header.digest: header.generation for _, header in found}
-    for _, header in sorted(found, key=lambda item: -item[1].index):
+    last_use = {header.digest: header.generation for _, header in headers}
+    for _, header in sorted(headers, key=lambda item: -item[1].index):
         if header.parent in last_use:
             last_use[header.parent] = max(last_use[header.parent], last_use[header.digest])
-    return sorted(found, key=lambda item: (last_use[item[1].digest], -item[1].index))
+    return sorted(headers, key=lambda item: (last_use[item[1].digest], -item[1].index))

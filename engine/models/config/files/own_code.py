@@ -56,7 +56,13 @@ _INTERNVL = OwnCode(
     renamed=_LANGUAGE_MODEL,
     dropped=r"(vision_model|mlp1)\.",
 )
-_MINICPM_DROPPED = r"(vpm|resampler|apm|audio_\w+|tts|tts_\w+)\."
+_MINICPM = OwnCode(
+    text_types=_QWEN2 | _QWEN3,
+    versions={"2.6": "qwen2", "4.5": "qwen3"},
+    renamed=_LLM,
+    dropped=r"(vpm|resampler|apm|audio_\w+|tts|tts_\w+)\.",
+)
+_OVIS = OwnCode(text_types=_USUAL, parts=("llm_config",), renamed=_LLM, dropped=r"(visual_tokenizer|vte)\.")
 
 OWN_CODE: dict[str, OwnCode] = {
     "DotsOCRForCausalLM": OwnCode(text_types=_QWEN2, dropped=r"vision_tower\."),
@@ -76,26 +82,16 @@ OWN_CODE: dict[str, OwnCode] = {
     ),
     "Llama_Nemotron_Nano_VL": _INTERNVL,
     "MiMoForCausalLM": OwnCode(text_types=_QWEN2, dropped=r"model\.mtp_layers\."),
-    "MiniCPMO": OwnCode(
-        text_types=_QWEN2 | _QWEN3,
-        versions={"2.6": "qwen2", "4.5": "qwen3"},
-        renamed=_LLM,
-        dropped=_MINICPM_DROPPED,
-    ),
-    "MiniCPMV": OwnCode(
-        text_types=_QWEN2 | _QWEN3,
-        versions={"2.6": "qwen2", "4.5": "qwen3"},
-        renamed=_LLM,
-        dropped=_MINICPM_DROPPED,
-    ),
+    "MiniCPMO": _MINICPM,
+    "MiniCPMV": _MINICPM,
     "NemotronH_Nano_VL_V2": OwnCode(
         text_types={"nemotron_h": "NemotronHForCausalLM"},
         parts=("llm_config", "text_config"),
         renamed=_LANGUAGE_MODEL,
         dropped=r"(vision_model|mlp1|sound_encoder|sound_projection)\.",
     ),
-    "Ovis": OwnCode(text_types=_USUAL, parts=("llm_config",), renamed=_LLM, dropped=r"(visual_tokenizer|vte)\."),
-    "Ovis2_5": OwnCode(text_types=_USUAL, parts=("llm_config",), renamed=_LLM, dropped=r"(visual_tokenizer|vte)\."),
+    "Ovis": _OVIS,
+    "Ovis2_5": _OVIS,
     "Phi3VForCausalLM": OwnCode(
         text_types={"phi3": "Phi3ForCausalLM"}, dropped=r"model\.vision_embed_tokens\.|img_processor\."
     ),

@@ -25,11 +25,6 @@ typedef struct {
     float *weights; /* [tokens, num_heads], likewise */
 } choice;
 
-/* The cosines and sines of a token; NULL: nothing is rotated. */
-static const float *angles_of(const pagoda_indexer_call *call, int64_t token) {
-    return call->rope ? call->rope + call->positions[token] * call->rope_dim : NULL;
-}
-
 /* --- keys -------------------------------------------------------------------------------------------------------- */
 
 /* Replaces a row by its LayerNorm (Ba et al., 2016). */
@@ -59,8 +54,9 @@ static void store_key(void *args, int64_t token) {
     const int64_t width = c->indexer->head_dim, slot = call->slot_mapping[token], at = slot * width;
     float *row = c->keys + token * width;
     if (slot < 0) return;
+    const float *angles = angles_of(call->rope, call->rope_dim, call->positions[token]);
     normalize(row, c->indexer);
-    rotate_row(row, call->rope_dim, NULL, 1, angles_of(call, token), call->cache, call->is_bf16, at);
+    rotate_row(row, call->rope_dim, NULL, 1, angles, call->cache, call->is_bf16, at);
     for (int64_t i = call->rope_dim; i < width; i += LANES)
         store_some(call->cache, call->is_bf16, at + i, load_some(row, false, i, width - i), width - i);
 }
@@ -125,9 +121,10 @@ static void choose(void *args, int64_t index) {
         for (int64_t i = 0; i < count; i++) chosen[i] = slot_of(call, table, i);
         return;
     }
+    const float *angles = angles_of(call->rope, call->rope_dim, call->positions[token]);
     float *query = c->queries + index * heads * width;
     for (int64_t head = 0; head < heads; head++)
-        rotate_row(query + head * width, call->rope_dim, NULL, 1, angles_of(call, token), query, false, head * width);
+        rotate_row(query + head * width, call->rope_dim, NULL, 1, angles, query, false, head * width);
     float *scores = pagoda_scratch(SCRATCH_ROW, (size_t)num_visible * (sizeof *scores + 1));
     bool *is_chosen = (bool *)(scores + num_visible);
     for (int64_t i = 0; i < num_visible; i++) {

@@ -84,12 +84,6 @@ static void multiply_heads(slice *s, const pagoda_weight *weights, int64_t input
 
 /* --- before attention -------------------------------------------------------------------------------------------- */
 
-/* The cosines and sines of a token; NULL: nothing is rotated. */
-static const float *angles_of(const slice *s, int64_t token) {
-    const float *rope = s->call->rope;
-    return rope ? rope + s->call->positions[token] * s->latent->rope_dim : NULL;
-}
-
 /* Copies the queries' latent of one token, and stores its own latent and key. */
 static void store_token(void *args, int64_t token) {
     const slice *s = args;
@@ -106,8 +100,8 @@ static void store_token(void *args, int64_t token) {
         store_some(call->cache, call->is_bf16, at + i,
                    load_some(row, false, i, rank - i) * factor * load_some(latent->latent_norm, false, i, rank - i),
                    rank - i);
-    rotate_row(row + rank, latent->rope_dim, NULL, 1, angles_of(s, token), call->cache,
-               call->is_bf16, at + rank);
+    const float *angles = angles_of(call->rope, latent->rope_dim, call->positions[token]);
+    rotate_row(row + rank, latent->rope_dim, NULL, 1, angles, call->cache, call->is_bf16, at + rank);
 }
 
 /* Computes all queries. */
@@ -131,12 +125,13 @@ static void divide_queries(void *args, int64_t index) {
     const int64_t nope = latent->nope_dim, rope = latent->rope_dim, width = latent->rank + rope, heads = call->num_heads;
     const int64_t token = s->first + index;
     const float growth = latent->growth ? latent->growth[call->positions[token]] : 1;
+    const float *angles = angles_of(call->rope, rope, call->positions[token]);
     const float *query = s->queries + token * s->query_stride;
     for (int64_t head = 0; head < heads; head++, query += nope + rope) {
         float *row = s->rows + (head * s->count + index) * nope;
         for (int64_t i = 0; i < nope; i += LANES)
             store_some(row, false, i, load_some(query, false, i, nope - i) * growth, nope - i);
-        rotate_row(query + nope, rope, NULL, growth, angles_of(s, token), call->query, call->is_bf16,
+        rotate_row(query + nope, rope, NULL, growth, angles, call->query, call->is_bf16,
                    (token * heads + head) * width + latent->rank);
     }
 }

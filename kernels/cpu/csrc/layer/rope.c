@@ -36,7 +36,7 @@ static void rope_token(void *args, int64_t token) {
     const pagoda_rope_call *call = args;
     int64_t width = call->head_dim;
     const float *head = call->qkv + token * call->stride;
-    const float *cosines = call->rope ? call->rope + call->positions[token] * width : NULL;
+    const float *cosines = angles_of(call->rope, width, call->positions[token]);
     int64_t size = call->num_kv_heads * width;
     float growth = call->growth ? call->growth[call->positions[token]] : 1;
     rotate_heads(call, head, call->num_heads, call->query_norm, growth, cosines, call->query,

@@ -4,6 +4,11 @@
 
 #include "runtime/vector.h"
 
+/* The cosines and sines of a position in a table [positions, 2, width / 2]; NULL if that is: nothing is rotated. */
+static inline const float *angles_of(const float *rope, int64_t width, int64_t position) {
+    return rope ? rope + position * width : NULL;
+}
+
 /* Multiplies a row of `width` elements by `factor`, and by `norm` unless it is NULL, and rotates it into element `at` of
  * `to`, by `cosines` [width / 2] and the sines after them; NULL: it is not rotated. */
 static inline void rotate_row(const float *row, int64_t width, const float *norm, float factor, const float *cosines,

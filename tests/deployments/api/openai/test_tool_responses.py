@@ -249,7 +249,7 @@ def test_a_kimi_id_of_an_earlier_call_is_replaced(open_client: OpenClient, parse
 
 
 @pytest.mark.parametrize("lost_after", range(1, 18))
-async def test_a_stream_in_a_call_goes_on_elsewhere(tokenizer: Tokenizer, lost_after: int) -> None:
+async def test_another_engine_continues_a_stream_in_a_call(tokenizer: Tokenizer, lost_after: int) -> None:
     text = f"Now: {CALL} ok"
     ids = tokenizer.encode(text, add_special_tokens=False)
     first = [output([token]) for token in ids[:lost_after]]

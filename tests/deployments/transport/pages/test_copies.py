@@ -40,7 +40,7 @@ async def copy(target: Node, *orders: CopyOrder) -> None:
         added.append(True)
 
     target.engine.call_in_step_thread(add)
-    await until_in_loop(lambda: bool(added) and not copies.is_busy, "the copies have ended")
+    await until_in_loop(lambda: bool(added) and not copies._queue and not copies._running, "the copies have ended")
 
 
 async def test_an_idle_engine_copies_and_reports_what_a_request_then_hits(qwen3: str) -> None:

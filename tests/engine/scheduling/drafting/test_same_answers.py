@@ -206,7 +206,7 @@ def test_any_parameters_with_any_drafts(engines: Engines, requests: list[Samplin
 
 
 @pytest.mark.parametrize("kind", ["mixed", "model"])
-def test_an_answer_goes_on_elsewhere(engines: Engines, kind: str) -> None:
+def test_another_engine_continues_an_answer(engines: Engines, kind: str) -> None:
     """Without drafts, then with them, and so on: each engine computes the tokens of the others as a prompt."""
     requests = [SamplingParams(temperature=0.8, seed=seed, max_tokens=30, ignore_eos=True) for seed in (1, 2)]
     expected = generate(engines.plain, requests)
