@@ -7,17 +7,27 @@ from pathlib import Path
 import pytest
 import torch
 
+from deployments.transport.pages import client as client_module
+from deployments.transport.pages import conversation as conversation_module
 from engine.kv.tiers import copies as copies_module
 from engine.kv.tiers.copies import CopyOrder
 from engine.request import KVSource
 from engine.sampling_params import SamplingParams
 from tests.deployments.transport.pages.nodes import BLOCK_SIZE, GREEDY, Node, nodes, prompt_of, save
 from tests.engine.async_streams import collect, stream
-from tests.waiting import until_in_loop
+from tests.waiting import HANG_S, until_in_loop
 
 PROMPT = prompt_of(90)
 SMALL_GIB = 0.0001  # of 12 or so pages
 LONG = SamplingParams(temperature=1.0, seed=3, max_tokens=100, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let copies wait for pages however busy the machine is."""
+    monkeypatch.setattr(copies_module, "LATE_S", HANG_S)
+    monkeypatch.setattr(conversation_module, "MAX_WAIT_S", HANG_S)
+    monkeypatch.setattr(client_module, "FLOOR_S", HANG_S)
 
 
 @pytest.fixture(scope="module")
