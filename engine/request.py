@@ -54,8 +54,7 @@ class EngineRequest(Struct, frozen=True, array_like=True, forbid_unknown_fields=
         prediction_token_ids: what the client expects as the answer. It makes drafts, and changes no answer.
         pooling: what is wanted of the prompt's hidden states, from an engine that generates nothing; None: an answer.
         kv_source: from which the engine may read the KV of the prompt's beginning; None: it computes what it lacks.
-        retention: how long its cached blocks are worth keeping after it, 0 to ``MAX_RETENTION``: so often they are
-            spared when they would be evicted.
+        retention: how many times its cached blocks are spared when they would be evicted, 0 to ``MAX_RETENTION``.
     """
 
     request_id: str

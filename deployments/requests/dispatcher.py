@@ -60,7 +60,7 @@ class Dispatcher:
         request_timeout_s: seconds that a request may take from its arrival to its last token; one of a batch, from
             when it is sent.
         max_background: requests of batches at one replica, at most.
-        kv_replication: after so many tokens of an answer a neighbour copies its KV; None: never.
+        kv_replication: tokens of an answer after which a neighbour copies its KV; None: never.
     """
 
     def __init__(

@@ -62,7 +62,7 @@ class HotTexts:
 
     Args:
         view: knows what each replica holds.
-        send: tells a replica to copy a text.
+        send: sends a replica the order to copy a text.
     """
 
     def __init__(self, view: ClusterView, send: Callable[[str, CopyOrder], None]) -> None:
@@ -105,7 +105,7 @@ class HotTexts:
         Args:
             name: of the replica.
             metadata: as it reported it.
-            candidates: replicas that can be told.
+            candidates: replicas that take orders.
         """
         address = PageAddress.from_metadata(metadata)
         if address is None or not candidates:

@@ -16,10 +16,10 @@ class Prompt:
     Attributes:
         request: its token ids and whatever separates its cached blocks; the answer's id and parameters follow.
         block_hashes: the chained hashes of its full blocks.
-        shown_special_tokens: ids of special tokens that the answer's text shows, since its parser needs them.
+        echo_text: the text that a completion with ``echo`` returns before the answer; empty otherwise.
         root: from which the hashes are derived, of the model and of what separates the request's cached blocks.
         block_size: tokens per block; 0: blocks are not hashed.
-        echo_text: the text that a completion with ``echo`` returns before the answer; empty otherwise.
+        shown_special_tokens: ids of special tokens that the answer's text shows, since its parser needs them.
     """
 
     request: EngineRequest

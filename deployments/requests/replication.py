@@ -1,8 +1,8 @@
 """Replication: neighbours copy the KV of answers while these grow, so that a killed replica costs little of it.
 
-An ingress knows the tokens of an answer and which replicas hold its blocks. Every so many tokens it tells a neighbour
-to read what it lacks from the replica that computes the answer. The blocks of the prompt are copied with the first
-ones, unless the neighbour holds them already. It decides when; which neighbour it is the view decides.
+An ingress knows the tokens of an answer and which replicas hold its blocks. At an interval of tokens it orders a
+neighbour to read what it lacks from the replica that computes the answer. The blocks of the prompt are copied with the
+first ones, unless the neighbour holds them already. This class decides when; the view decides which neighbour.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Replication:
     Args:
         view: knows what each replica holds.
         every: tokens of an answer's KV that may be lost, about; None: nothing is copied.
-        send: tells a replica to copy a text.
+        send: sends a replica the order to copy a text.
     """
 
     def __init__(self, view: ClusterView, every: int | None, send: Callable[[str, CopyOrder], None]) -> None:
@@ -50,7 +50,7 @@ class Replication:
             dispatch: the answer, at the replica that computes it.
             hashes: of the full blocks of its prompt and its tokens.
             output: its tokens so far.
-            candidates: replicas that can be told.
+            candidates: replicas that take orders.
         """
         assert self._every is not None
         target = self._view.copy_target(dispatch, hashes, candidates)

@@ -1,7 +1,7 @@
 """PageAddress: where a replica serves its pages, as the replica's metadata says.
 
 Serve passes the metadata to the ingresses over connections that it has authenticated, and the router names one address
-in a request (``KVSource``). The port itself is not authenticated: whoever knows the secret may read pages.
+in a request (``KVSource``). The port itself is not authenticated: every client that knows the secret may read pages.
 """
 
 from __future__ import annotations

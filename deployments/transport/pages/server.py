@@ -31,7 +31,7 @@ __all__ = ["PageServer"]
 logger = logging.getLogger("ray.serve")
 
 MAX_CONNECTIONS: Final = 64
-MAX_PULLS: Final = 4  # that are answered at a time; others wait, and are told that the server is busy
+MAX_PULLS: Final = 4  # that are answered at a time; others wait, and then get the error that the server is busy
 BACKLOG: Final = 64
 ACCEPT_PAUSE_S: Final = 0.1
 CLOSE_TIMEOUT_S: Final = 5.0

@@ -1,7 +1,7 @@
 """ReplicaAddress: where an ingress reaches a replica, as the replica's metadata says.
 
 Serve passes the metadata to the ingresses over connections that it has authenticated. The channel's own ports are not:
-whoever knows the secret is an ingress.
+every peer that knows the secret is an ingress.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ DRAFTS, DRAFTED, ACCEPTED = (
     rate(engine(f"spec_decode_num_{what}_total"), "drafter") for what in ("drafts", "draft_tokens", "accepted_tokens")
 )
 
-PLACES = [
+POSITIONS = [
     rate(engine(f"spec_decode_num_{what}_tokens_per_pos_total"), "drafter, position") for what in ("accepted", "draft")
 ]
 
@@ -40,7 +40,7 @@ SPECULATION = [
         "Acceptance by position",
         "Share of draft tokens that were accepted, by drafter and position in the draft: all before it were, too.",
         "percentunit",
-        [("{{drafter}} {{position}}", f"{PLACES[0]} / {PLACES[1]}")],
+        [("{{drafter}} {{position}}", f"{POSITIONS[0]} / {POSITIONS[1]}")],
         limits=(0, 1),
     ),
     Panel(

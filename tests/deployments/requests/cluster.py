@@ -182,9 +182,9 @@ class Stream:
 @asynccontextmanager
 async def cluster(path: str, names: str, **options: Any) -> AsyncIterator[Cluster]:
     """Run a cluster inside the ``async with`` block."""
-    made = Cluster(path, names, **options)
+    running = Cluster(path, names, **options)
     try:
-        await made.start()
-        yield made
+        await running.start()
+        yield running
     finally:
-        await made.close()
+        await running.close()

@@ -131,9 +131,9 @@ class Node:
 @asynccontextmanager
 async def nodes(path: str, number: int = 2, *each: dict[str, Any], **options: Any) -> AsyncIterator[list[Node]]:
     """Make nodes; the options of each may differ."""
-    made = [Node(path, **options, **(each[index] if index < len(each) else {})) for index in range(number)]
+    running = [Node(path, **options, **(each[index] if index < len(each) else {})) for index in range(number)]
     try:
-        yield made
+        yield running
     finally:
-        for node in made:
+        for node in running:
             await node.close()
