@@ -26,7 +26,7 @@ import pyarrow.parquet as pq  # noqa: E402
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 JOB_HANG_S = 300.0  # it starts Ray and engines
-NUM_LINES = 160
+NUM_LINES = 480  # far more than are done before the engine, and then the job, are killed
 BAD_LINES = ["{broken", line("r0"), line("other", "/v1/chat/completions"), '{"custom_id": "\\ud800"}']
 
 
@@ -104,10 +104,8 @@ def test_each_line_has_one_result_whatever_is_killed(
 
     with subprocess.Popen(command(*arguments), cwd=ROOT, stderr=subprocess.DEVNULL) as process:
         until(lambda: number_of_files() >= 1, "there is a result", hang_s=JOB_HANG_S)
-        processes = psutil.Process(process.pid).children(recursive=True)
-        engines = [child for child in processes if "EngineWorker" in " ".join(child.cmdline())]
-        assert len(engines) == 2
-        engines[0].kill()
+        until(lambda: len(engines_of(process.pid)) == 2, "both engines run", hang_s=JOB_HANG_S)
+        engines_of(process.pid)[0].kill()
         before = number_of_files()
         until(lambda: number_of_files() > before, "there is another result", hang_s=JOB_HANG_S)
         processes = psutil.Process(process.pid).children(recursive=True)
@@ -123,6 +121,16 @@ def test_each_line_has_one_result_whatever_is_killed(
     rows = results_of(out)
     assert answers_of(rows) == answers_of(expected)
     assert [code for code, _ in errors_of(rows)] == [code for code, _ in errors_of(expected)]
+
+
+def engines_of(job: int) -> list[psutil.Process]:
+    """Return the processes of a job's engines."""
+    engines = []
+    for child in psutil.Process(job).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if "EngineWorker" in " ".join(child.cmdline()):
+                engines.append(child)
+    return engines
 
 
 def results_of_finished(directory: Path) -> list[dict[str, Any]]:
