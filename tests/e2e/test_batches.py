@@ -113,7 +113,7 @@ def killed_lines(number: int, max_tokens: int) -> str:
 @pytest.mark.parametrize(
     ("num_lines", "max_tokens", "step"),
     [
-        pytest.param(200, 60, 1, marks=pytest.mark.long),
+        pytest.param(200, 60, 1, marks=pytest.mark.exhaustive("every process is killed and started again")),
         pytest.param(10_000, 12, 500, marks=pytest.mark.exhaustive("computes 20,000 lines")),
     ],
 )

@@ -28,7 +28,12 @@ MAX_TRIES = 4  # the last ones are only needed if engines finish streams before 
 MAX_RECOMPUTED = 0.2  # of the tokens of streams that moved
 HANDOVERS = "pagoda_request_handovers_total"
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.exhaustive(
+        "a server of its own, whose replicas start again; tests/deployments/requests has a quick one"
+    ),
+    pytest.mark.timeout(600),
+]
 
 
 def _change(args: dict[str, Any]) -> None:
@@ -108,7 +113,6 @@ async def test_a_killed_replica_costs_little_of_the_kv_of_its_streams(restoring:
     assert moved["recomputed"] <= MAX_RECOMPUTED * sum(moved.values())  # without tiers all would be
 
 
-@pytest.mark.exhaustive("replicas start again and again until one hands streams over")
 async def test_a_replica_with_a_short_grace_hands_its_streams_over(
     restoring: Server, asked: Recorded, tmp_path: Path
 ) -> None:

@@ -25,6 +25,7 @@ pytest.importorskip("pandas", reason="of the extra `clients`")
 import pyarrow.parquet as pq  # noqa: E402
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+MORE = pytest.mark.exhaustive("starts Ray Data for one line of text")
 JOB_HANG_S = 300.0  # it starts Ray and engines
 NUM_LINES = 480  # far more than are done before the engine, and then the job, are killed
 BAD_LINES = ["{broken", line("r0"), line("other", "/v1/chat/completions"), '{"custom_id": "\\ud800"}']
@@ -165,9 +166,9 @@ def test_parquet_and_several_files(tmp_path: Path, config: Path, expected: list[
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["none.jsonl"], "none.jsonl cannot be read"),
+        pytest.param(["none.jsonl"], "none.jsonl cannot be read", marks=MORE),
         (["in.jsonl", "--config", "none.yaml"], "--config='none.yaml' cannot be read"),
-        (["in.jsonl", "--engines", "100000"], "engines take 50000 of"),
+        pytest.param(["in.jsonl", "--engines", "100000"], "engines take 50000 of", marks=MORE),
     ],
 )
 def test_a_mistake_is_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:

@@ -229,7 +229,7 @@ def test_an_engine_of_its_own_answers(tmp_path: Path) -> None:
     assert out.read_bytes() == before
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive("five runs of the command")
 def test_a_run_that_is_killed_is_continued(tmp_path: Path) -> None:
     whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
     command = [sys.executable, "-m", "deployments.cli", "batch", *demo_batch(tmp_path, 120)]

@@ -193,8 +193,17 @@ def test_a_planted_error_is_seen(planted: str) -> None:
     assert error(rows_of(4, 257), packed(change(matrix)), matrix) > 10 * TOLERANCE
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("flags", ["-march=x86-64-v3", "-march=x86-64", "-march=skylake-avx512"])
+COMPILES = pytest.mark.exhaustive("compiles the whole library for another processor")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param("-march=x86-64-v3", marks=pytest.mark.long),
+        pytest.param("-march=x86-64", marks=COMPILES),
+        pytest.param("-march=skylake-avx512", marks=COMPILES),
+    ],
+)
 def test_other_instruction_sets_equal_the_reference(flags: str) -> None:
     """AVX2 has loops of its own; AVX-512 without VNNI and any other processor have other products of bytes."""
     if "avx512" in flags and "avx512bw" not in Path("/proc/cpuinfo").read_text(encoding="utf-8"):

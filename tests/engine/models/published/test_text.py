@@ -95,10 +95,7 @@ def test_two_ranks_give_the_same_tokens(name: str, tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        name if name in FEW[:1] else pytest.param(name, marks=pytest.mark.long if name in FEW else MORE)
-        for name in TEXT_PAIRS
-    ],
+    [name if name in FEW[:1] else pytest.param(name, marks=MORE) for name in TEXT_PAIRS],
 )
 def test_beams_are_those_of_the_dequantised_model(name: str, tmp_path: Path) -> None:
     quantised = save(name, tmp_path)
