@@ -25,7 +25,7 @@ from deployments.serve.router import PrefixRouter
 __all__ = ["build_app"]
 
 CONSTRUCTOR_RETRIES = 2  # a model that does not fit at once will not fit later
-SHUTDOWN_WAIT_S = 0.1  # for calls through Serve of an engine, before that is told to shut down
+SHUTDOWN_WAIT_S = 0.1  # that Serve waits for calls to an engine that shuts down
 METRICS_INTERVAL_S, LOOK_BACK_S = 1.0, 5.0  # between two samples of an engine's pressure; averaging window
 MAX_PER_NODE = 100  # Serve accepts no larger max_replicas_per_node
 ROUNDING = 1e-6

@@ -29,7 +29,7 @@ __all__ = ["Decision", "RoutingPolicy"]
 
 _FREE = PromptCost(0.0, 0.0, 0.0, 0.0, 0.0)
 _TIED = 1.002  # times the lowest cost
-_MAX_FETCHING = 8  # replicas whose fetches are compared, so that a decision among a thousand idle ones ends
+_MAX_FETCHING = 8  # replicas whose fetches are compared: there may be a thousand idle ones
 
 _Floats = npt.NDArray[np.float64]
 _Tiers = npt.NDArray[np.int8]
@@ -170,7 +170,7 @@ def _next_cost(usual: _Floats, costs: _Floats, tiers: _Tiers | None, chosen: int
 
 
 def _outcome(has_hashes: bool, is_retry: bool, predicted: int, best: int) -> str:
-    """Return why the first replica is first: the label of the metric ``routing_decisions``."""
+    """Return why the replica was chosen: the label of the metric ``routing_decisions``."""
     if is_retry:
         return "retry"
     if not has_hashes:

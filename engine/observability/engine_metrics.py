@@ -127,7 +127,7 @@ class EngineMetrics(EngineObserver):
             self._sink.increment(PREEMPTIONS, kind=kind)
 
     def _count_resumed(self, sequence: Sequence) -> None:
-        """Count what a request that another engine had begun found here. Its last token was never computed."""
+        """Count the restored and recomputed tokens of a request that another engine started, without its last one."""
         num_restored = sequence.num_computed_tokens
         for kv, number in (("restored", num_restored), ("recomputed", sequence.num_tokens - 1 - num_restored)):
             if number > 0:

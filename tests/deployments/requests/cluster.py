@@ -47,7 +47,7 @@ class ReplicaNode(Node):
         self.on_load = self._report_load
 
     def hold_after(self, num_steps: int) -> None:
-        """Compute no further step after so many, until ``go_on``: a stream cannot end before it is disturbed.
+        """Stop computing after ``num_steps`` steps until ``go_on``: a stream cannot end before it is disturbed.
 
         Only what must be copied to the host for another replica is, by a step each.
         """

@@ -223,13 +223,13 @@ def test_held_blocks_are_the_same_in_each_form(rounds: list[list[int]]) -> None:
         slots[name] = index.add_replica(name)
         index.stored(name, prompt[:depth])
         held |= {name: depth} if depth else {}
-    found = index.num_cached_blocks(prompt)
-    assert found == held
-    assert len(found) == len(held)
-    assert found.most == max(held.values(), default=0)
-    by_slot = found.by_slot(200)
+    num_blocks = index.num_cached_blocks(prompt)
+    assert num_blocks == held
+    assert len(num_blocks) == len(held)
+    assert num_blocks.most == max(held.values(), default=0)
+    by_slot = num_blocks.by_slot(200)
     assert {name: by_slot[slot] for name, slot in slots.items() if by_slot[slot]} == held
     assert by_slot.sum() == sum(held.values())
-    deepest = list(found.deepest())
+    deepest = list(num_blocks.deepest())
     assert dict(deepest) == held
     assert [depth for _, depth in deepest] == sorted(held.values(), reverse=True)

@@ -218,7 +218,7 @@ def two_that_share(num_slots: int = 12) -> tuple[StateSlots, list[Block], Sequen
 
 
 def test_a_snapshot_that_another_answer_shares_stays_where_it_is() -> None:
-    """As of two answers to one prompt, of which one ends where the other goes on."""
+    """As of two answers to one prompt, one ends and the other continues."""
     states, blocks, first, second = two_that_share()
     states.keep(second, blocks[0])
     states.keep(first, blocks[1])

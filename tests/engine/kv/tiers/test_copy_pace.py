@@ -36,10 +36,10 @@ def test_an_engine_that_decodes_copies_one_block_at_a_time(
     lease, sizes = Departures.lease, list[int]()
 
     def recorded(departures: Departures, *args: Any, **options: Any) -> Lease | None:
-        made = lease(departures, *args, **options)
-        if made is not None:
-            sizes.append(made.num_blocks)
-        return made
+        new_lease = lease(departures, *args, **options)
+        if new_lease is not None:
+            sizes.append(new_lease.num_blocks)
+        return new_lease
 
     monkeypatch.setattr(Departures, "lease", recorded)
     monkeypatch.setattr(CopyPace, "max_bytes", lambda pace: 1)

@@ -72,9 +72,9 @@ def check_restart(family: str, directory: Path, bits_of: Callable[..., list[torc
     assert answers(outputs) == expected
     assert outputs[0].num_cached_tokens >= 84
     if bits_of:
-        found = bits_of(second, prompt, 20)
-        assert len(found) == len(bits) > 0
-        assert all(map(torch.equal, found, bits))
+        fetched = bits_of(second, prompt, 20)
+        assert len(fetched) == len(bits) > 0
+        assert all(map(torch.equal, fetched, bits))
         assert not torch.equal(bits[0], bits[len(bits) // 2]), "the ranks have other heads"
     second.engine.close()
     one = make(path, directory / "disk", tensor_parallel_size=1)

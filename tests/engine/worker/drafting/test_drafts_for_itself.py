@@ -184,9 +184,9 @@ def _slots_of_the_next_token(patch: pytest.MonkeyPatch) -> None:
     chunk = CpuDraftModel._chunk
 
     def one_later(model: CpuDraftModel, sequence: Sequence, draft: list[int], first: int, end: int) -> Any:
-        made = chunk(model, sequence, draft, first, end)
-        made.slots[:] = np.roll(made.slots, 1)
-        return made
+        shifted = chunk(model, sequence, draft, first, end)
+        shifted.slots[:] = np.roll(shifted.slots, 1)
+        return shifted
 
     patch.setattr(CpuDraftModel, "_chunk", one_later)
 

@@ -152,9 +152,9 @@ def draw_part(data: st.DataObject, good: Path) -> tuple[str, str]:
     if not stacks:
         return data.draw(st.sampled_from([name for name in stored if name.startswith(MODULE)])), MODULE
     name = data.draw(st.sampled_from(stacks))
-    found = STACKS.match(name)
-    assert found is not None
-    return name, found[0]
+    stack = STACKS.match(name)
+    assert stack is not None
+    return name, stack[0]
 
 
 def names_module(error: PagodaError, module: str) -> bool:
