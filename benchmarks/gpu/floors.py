@@ -2,7 +2,7 @@
 
 Counted are the weights of the linears, of experts those that random tokens choose, and, once a step, the keys and
 values; arithmetic of linears and attention. Not counted are norms, rotary embedding, routers, activations and sampling.
-Weights, keys and values are bfloat16.
+Keys and values are bfloat16, and weights where nothing else is said.
 """
 
 from __future__ import annotations
@@ -39,11 +39,16 @@ class Work:
         return {"milliseconds": 1e3 * seconds, "floor_milliseconds": 1e3 * floor, "share_of_limit": floor / seconds}
 
 
-def decode_step(shape: ModelShape, batch: int, context: float) -> Work:
-    """Return the work of one decode step of ``batch`` sequences with ``context`` tokens each."""
+def decode_step(shape: ModelShape, batch: int, context: float, weight_bytes: float = WEIGHT_BYTES) -> Work:
+    """Return the work of one decode step of ``batch`` sequences with ``context`` tokens each.
+
+    Args:
+        weight_bytes: of one weight of the layers; the head's are bfloat16.
+    """
     parameters = shape.layer_parameters + shape.head_parameters
     return Work(
-        num_bytes=WEIGHT_BYTES * (shape.weights_read(batch) + shape.head_parameters)
+        num_bytes=weight_bytes * shape.weights_read(batch)
+        + WEIGHT_BYTES * shape.head_parameters
         + batch * context * shape.kv_bytes_per_token,
         flop=2 * batch * parameters + batch * _attention_flop(shape, context),
     )

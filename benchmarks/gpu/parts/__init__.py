@@ -20,6 +20,10 @@ def _part(name: str, target: str, expected_s: float, limit_s: float, needs: str 
     return Part(name, f"{_HERE}.{target}", expected_s, limit_s, tuple(needs.split()), arguments)
 
 
+def _quantised(weights: str) -> dict[str, str]:
+    return {"needs": f"limits checkpoint_8b_{weights}", "model": "8b", "weights": weights}
+
+
 CORRECTNESS: tuple[Part, ...] = (
     #     name                function                     seconds, limit, needs, arguments
     _part("limits",           "machine:run",                    12, 120),
@@ -36,12 +40,18 @@ CORRECTNESS: tuple[Part, ...] = (
     _part("tokens_float32",   "tokens:run",                     20,  90, dtype="float32"),
     _part("sampling",         "sampling:run",                   38,  90, "limits"),
     _part("linear_speed",     "linear_speed:run",                8,  60, "limits"),
+    _part("coded",            "coded:run",                      45, 120, "limits"),
 )  # fmt: skip
 FIGURES: tuple[Part, ...] = (
     _part("checkpoint_0.6b",  "checkpoint:run",                  6,  60, model="0.6b"),
     _part("decode_0.6b",      "decode:run",                     15,  80, "limits checkpoint_0.6b", model="0.6b"),
     _part("checkpoint_8b",    "checkpoint:run",                 20,  90, model="8b"),
     _part("decode_8b",        "decode:run",                     27, 100, "limits checkpoint_8b", model="8b"),
+    _part("checkpoint_8b_int4", "checkpoint:run",               12,  60, model="8b", weights="int4"),
+    _part("decode_8b_int4",   "decode:run",                     25, 100, **_quantised("int4")),
+    _part("prefill_8b_int4",  "prefill:run",                    25, 100, **_quantised("int4")),
+    _part("checkpoint_8b_fp8", "checkpoint:run",                14,  60, model="8b", weights="fp8"),
+    _part("decode_8b_fp8",    "decode:run",                     25, 100, **_quantised("fp8")),
     _part("arrivals_8b",      "arrivals:run",                   40,  80, "checkpoint_8b", model="8b"),
     _part("prefill_8b",       "prefill:run",                    27,  80, "limits checkpoint_8b", model="8b"),
     _part("offline_0.6b",     "offline:run",                    30, 100, "limits checkpoint_0.6b", model="0.6b"),

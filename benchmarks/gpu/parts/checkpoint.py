@@ -6,18 +6,25 @@ from time import perf_counter
 
 from benchmarks.gpu.checkpoint import write_checkpoint
 from benchmarks.gpu.part_run import PartRun
+from benchmarks.gpu.weight_formats import BFLOAT16, FORMATS
 
 __all__ = ["run"]
 
 
-def run(part: PartRun, model: str) -> None:
-    """Write the model ``model`` of the sizes to a directory of that name."""
-    directory = part.work / model
+def run(part: PartRun, model: str, weights: str = "") -> None:
+    """Write the model ``model`` of the sizes to a directory of that name, and of its weights' format."""
+    directory = part.work / f"{model}{weights}"
     if (directory / "config.json").exists():
         part.record("summary", ["kept from an earlier run"])
         return
     started = perf_counter()
     shape = part.sizes.models[model]
-    parameters = write_checkpoint(directory, shape, part.device, max_model_len=part.sizes.max_model_len)
-    part.record("parameters", parameters)
+    num_bytes = write_checkpoint(
+        directory,
+        shape,
+        part.device,
+        max_model_len=part.sizes.max_model_len,
+        weight_format=FORMATS[weights] if weights else BFLOAT16,
+    )
+    part.record("bytes", num_bytes)
     part.record("seconds", perf_counter() - started)

@@ -5,20 +5,28 @@ from __future__ import annotations
 from benchmarks.gpu.engines import decoding, loaded, timed_steps
 from benchmarks.gpu.floors import decode_step
 from benchmarks.gpu.part_run import PartRun
+from benchmarks.gpu.weight_formats import FORMATS
+from benchmarks.limits.model_shape import WEIGHT_BYTES
 
 __all__ = ["run"]
 
 
-def run(part: PartRun, model: str) -> None:
-    """Record the time of a greedy decode step at each batch size, and the engine's own times of its phases."""
+def run(part: PartRun, model: str, weights: str = "") -> None:
+    """Record the time of a greedy decode step at each batch size, and the engine's own times of its phases.
+
+    Args:
+        weights: the format of the linear layers' weights.
+    """
     sizes, limits, shape = part.sizes, part.limits, part.sizes.models[model]
     lines = []
-    with loaded(part, model, max_num_seqs=max(sizes.decode_batches)) as llm:
+    weight_bytes = FORMATS[weights].bytes_per_weight if weights else WEIGHT_BYTES
+    with loaded(part, f"{model}{weights}", max_num_seqs=max(sizes.decode_batches)) as llm:
         part.record("attention_backend", llm.engine.info.attention_backend)
         for batch in sizes.decode_batches:
             with decoding(llm, batch, sizes.decode_context, steps=sizes.decode_steps + 3, seed=batch) as engine:
                 seconds, recorder = timed_steps(part, engine, sizes.decode_steps)
-            figures = decode_step(shape, batch, sizes.decode_context).figures(seconds, limits)
+            work = decode_step(shape, batch, sizes.decode_context, weight_bytes)
+            figures = work.figures(seconds, limits)
             tokens_per_s = batch / seconds
             part.record(
                 f"batch {batch}",

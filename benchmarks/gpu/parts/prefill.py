@@ -15,12 +15,12 @@ __all__ = ["run"]
 REPEATS = 3
 
 
-def run(part: PartRun, model: str) -> None:
-    """Record the time from prompts to their first tokens."""
+def run(part: PartRun, model: str, weights: str = "") -> None:
+    """Record the time from prompts to their first tokens, with the linear layers' weights in some format."""
     sizes, limits, shape = part.sizes, part.limits, part.sizes.models[model]
     rng = random.Random(0)
     lines = []
-    with loaded(part, model) as llm:
+    with loaded(part, f"{model}{weights}") as llm:
         part.record("attention_backend", llm.engine.info.attention_backend)
         for num_prompts, num_tokens in sizes.prefills:
             times = []
