@@ -9,9 +9,10 @@ import torch
 from kernels.cpu.grouped_codes import decode_groups, decode_turned
 from kernels.dequant.scales import scale_blocks
 
-__all__ = ["E2M1", "dequantise_fp4", "unpack_pairs", "write_fp4_transposed"]
+__all__ = ["E2M1", "FP4_LEVELS", "dequantise_fp4", "unpack_pairs", "write_fp4_transposed"]
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+FP4_LEVELS = tuple(int(2 * number) + 12 for number in E2M1)  # as integers from 0 on
 
 
 def dequantise_fp4(

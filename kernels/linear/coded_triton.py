@@ -1,7 +1,9 @@
 """A linear layer in Triton on weights that stay codes: a program decodes its weights in registers and multiplies.
 
-The weights are decoded in float32, rounded to the activations' dtype as dequantised ones are, and multiplied with sums
-in float32. The reference is torch's `linear` on `kernels.coded_weight.decode`.
+Codes become the levels that they stand for, which every dtype has exactly, and are multiplied as these. The sums of the
+inputs that share a scale are multiplied by it in float32, so weights are not rounded to the dtype, as dequantised ones
+are. A minimum is multiplied by the sum of the activations. The reference is torch's `linear` on
+`kernels.coded_weight.decode`.
 
 A tile of weights is the first operand of the product, because tensor cores take that one from registers. All inputs of
 an output are added up in their order. For few rows their sum is divided into parts, so that small layers keep a whole
@@ -22,6 +24,7 @@ import triton.language as tl
 from torch import nn
 
 from kernels.coded_weight import CodedWeight
+from kernels.linear.coded_levels import instructions, levels_of
 from kernels.linear.coded_sections import CodedSection
 
 __all__ = ["CodedTritonLinear"]
@@ -51,6 +54,7 @@ _PROGRAMS = 256  # that keep a GPU busy
 _MOST_PARTS = 8  # of a sum
 _INPUTS_OF_A_PART = 256  # at least
 _SUMMED = 1024  # outputs of a program that adds up parts
+_IS_INTERPRETED = triton.knobs.runtime.interpret
 
 
 @triton.jit
@@ -61,12 +65,11 @@ def _factors(
     num_outputs,
     outer,
     inner,
-    output_scale,
     PARTS_PER_OUTER: tl.constexpr,
 ):
     """Return the scales or the minima of a part, float32 [BLOCK_OUTPUTS]."""
     factor = tl.load(outer + index // PARTS_PER_OUTER * num_outputs + column, mask=has_column, other=0.0)
-    factor = factor.to(tl.float32) * output_scale
+    factor = factor.to(tl.float32)
     if inner is not None:
         factor *= tl.load(inner + index * num_outputs + column, mask=has_column, other=0).to(tl.float32)
     return factor
@@ -93,9 +96,11 @@ def coded_linear_kernel(
     row_stride,
     output_stride,
     ZERO: tl.constexpr,  # what is subtracted from each level
-    LOW_LEVELS: tl.constexpr,  # of the codes 0 to 7, a byte each; None: the codes are the levels
-    HIGH_LEVELS: tl.constexpr,  # of the codes 8 to 15
-    FLOATS: tl.constexpr,  # which ones the codes are, or None
+    LOW_LEVELS: tl.constexpr,  # of `levels_of`, as the next ones
+    HIGH_LEVELS: tl.constexpr,
+    FLOATS: tl.constexpr,
+    INSTRUCTIONS: tl.constexpr,
+    BIAS: tl.constexpr,
     WIDTH: tl.constexpr,
     PER_BYTE: tl.constexpr,
     PARTS_PER_OUTER: tl.constexpr,
@@ -111,44 +116,44 @@ def coded_linear_kernel(
     inputs = tl.arange(0, WIDTH)
     code_tile = codes + (first.to(tl.int64) * num_outputs + column[:, None]) * WIDTH + inputs[None, :]
     x_tile = rows + row[None, :].to(tl.int64) * row_stride + inputs[:, None]
-    output_scale = 1.0
-    if output_scales is not None:
-        output_scale = tl.load(output_scales + column, mask=has_column, other=0.0)
     sums = tl.zeros((BLOCK_OUTPUTS, BLOCK_ROWS), dtype=tl.float32)
+    # Parts of a byte that have one scale are added up before they are multiplied by it.
+    one_scale: tl.constexpr = PARTS_PER_OUTER % PER_BYTE == 0 and inner_scales is None
     for block in range(first, tl.minimum(first + blocks_per_part, num_blocks)):
         octets = tl.load(code_tile, mask=has_column[:, None], other=0)
+        levels = tl.zeros((BLOCK_OUTPUTS, BLOCK_ROWS), dtype=tl.float32)
+        # Tensor cores add up the activations that a minimum is multiplied by: each output has their sum.
+        activations = tl.zeros((BLOCK_OUTPUTS, BLOCK_ROWS), dtype=tl.float32)
         for part in tl.static_range(PER_BYTE):
             index = block * PER_BYTE + part
-            code = (octets >> (8 // PER_BYTE * part)) & ((1 << 8 // PER_BYTE) - 1)
-            if LOW_LEVELS is not None:
-                eight = tl.where(code < 8, tl.full((), LOW_LEVELS, tl.int64), tl.full((), HIGH_LEVELS, tl.int64))
-                level = ((eight >> ((code & 7).to(tl.int64) * 8)) & 255).to(tl.int32).to(tl.float32)
-            elif FLOATS == "e4m3":
-                # Its bits, at their place in a float16, are 2**-8 of a number, also of the smallest ones.
-                half = ((code & 127).to(tl.int16) << 7) | ((code & 128).to(tl.int16) << 8)
-                level = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-            elif FLOATS == "e5m2":
-                level = (code.to(tl.int16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
-            else:
-                level = code.to(tl.float32)
-            scale = _factors(
-                index, column, has_column, num_outputs, outer_scales, inner_scales, output_scale, PARTS_PER_OUTER
-            )
+            zero = tl.full((BLOCK_OUTPUTS,), 0.0, tl.float32)
             if zero_points is not None:
                 at = zero_points + index // PARTS_PER_OUTER * num_outputs + column
-                level -= tl.load(at, mask=has_column, other=0).to(tl.float32)[:, None]
+                zero = tl.load(at, mask=has_column, other=0).to(tl.float32)
             elif outer_minima is None:
-                level -= ZERO
-            weight = level * scale[:, None]
-            if outer_minima is not None:
-                minimum = _factors(
-                    index, column, has_column, num_outputs, outer_minima, inner_minima, output_scale, PARTS_PER_OUTER
-                )
-                weight -= minimum[:, None]
+                zero += ZERO
             is_input = inputs < num_inputs - index * WIDTH
             x = tl.load(x_tile + index * WIDTH, mask=is_input[:, None] & has_row[None, :], other=0.0)
-            sums = tl.dot(weight.to(x.dtype), x, sums, input_precision="ieee")
+            level = levels_of(
+                octets, zero, part, PER_BYTE, LOW_LEVELS, HIGH_LEVELS, FLOATS, INSTRUCTIONS, BIAS, x.dtype
+            )
+            levels = tl.dot(level, x, levels, input_precision="ieee")
+            if outer_minima is not None:
+                ones = tl.full((BLOCK_OUTPUTS, WIDTH), 1.0, x.dtype)
+                activations = tl.dot(ones, x, activations, input_precision="ieee")
+            if not one_scale or part == PER_BYTE - 1:
+                scale = _factors(index, column, has_column, num_outputs, outer_scales, inner_scales, PARTS_PER_OUTER)
+                sums += scale[:, None] * levels
+                if outer_minima is not None:
+                    minimum = _factors(
+                        index, column, has_column, num_outputs, outer_minima, inner_minima, PARTS_PER_OUTER
+                    )
+                    sums -= minimum[:, None] * activations
+                levels = tl.zeros((BLOCK_OUTPUTS, BLOCK_ROWS), dtype=tl.float32)
+                activations = tl.zeros((BLOCK_OUTPUTS, BLOCK_ROWS), dtype=tl.float32)
         code_tile += num_outputs * WIDTH
+    if output_scales is not None:
+        sums *= tl.load(output_scales + column, mask=has_column, other=0.0)[:, None]
     if bias is not None:
         sums += tl.load(bias + column, mask=has_column, other=0.0).to(tl.float32)[:, None]
     target = output + (tl.program_id(1) * num_rows + row).to(tl.int64)[None, :] * output_stride + column[:, None]
@@ -280,7 +285,7 @@ def _multiply(
         blocks_per_part,
         rows.stride(0),
         target.stride(-2),
-        **_constants(section),
+        **_constants(section, rows.dtype),
         BLOCK_ROWS=tile.num_rows,
         BLOCK_OUTPUTS=tile.num_outputs,
         num_warps=tile.num_warps,
@@ -302,14 +307,19 @@ def _multiply(
         )
 
 
-def _constants(section: CodedSection) -> dict[str, Any]:
+def _constants(section: CodedSection, dtype: torch.dtype) -> dict[str, Any]:
     levels = section.format.levels
     low, high = (int.from_bytes(bytes(levels[start : start + 8]), "little", signed=True) for start in (0, 8))
+    chosen, bias = (
+        (section.per_byte * (None,), 0.0) if _IS_INTERPRETED else instructions(section.format, section.per_byte, dtype)
+    )
     return {
         "ZERO": section.format.zero,
         "LOW_LEVELS": low if levels else None,
         "HIGH_LEVELS": high if levels else None,
         "FLOATS": section.format.floats,
+        "INSTRUCTIONS": chosen,
+        "BIAS": bias,
         "WIDTH": section.width,
         "PER_BYTE": section.per_byte,
         "PARTS_PER_OUTER": section.parts_per_outer,

@@ -71,6 +71,7 @@ TUNING: tuple[Part, ...] = (
     _part("tune_decode",      "tune:attention_of",              80, 150, kind="decode"),
     _part("tune_experts",     "tune:experts_of",                25, 100, model="moe"),
     _part("tune_linears",     "tune:linears_of",                25, 100, models=["0.6b", "8b"]),
+    _part("tune_coded",       "tune_coded:run",                 60, 150),
 )  # fmt: skip
 CALLS = (CORRECTNESS, FIGURES, TUNING)
 PARTS = tuple(part for call in CALLS for part in call)

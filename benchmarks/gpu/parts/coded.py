@@ -11,29 +11,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from benchmarks.gpu.coded_layers import FORMATS, coded_linear, random_matrix, rotated
 from benchmarks.gpu.floors import Work
 from benchmarks.gpu.graphs import captured
 from benchmarks.gpu.part_run import PartRun
 from benchmarks.machine import median_seconds
-from kernels.coded_weight import CodedMatrix, CodedWeight, CodeFormat, decode
-from kernels.dequant.gguf_k import Q4_K, Q6_K
+from kernels.coded_weight import CodedMatrix, decode
 
 __all__ = ["run"]
 
 NUM_ROWS = (1, 16, 64, 256, 2048)
 CHECKED = (1, 16, 17, 64, 65, 300)  # rows
-ROTATED_BYTES = 2**28  # several times the 60 MB of an H200's second-level cache
-E2M1 = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)  # twice each number of FP4, plus 12
-FORMATS = {
-    "int4, groups of 128": CodeFormat(bits=4, granules_per_outer=4, outer_type="bfloat16", zero=8.0),
-    "GPTQ, groups of 128": CodeFormat(bits=4, granules_per_outer=4, zero_kind="points"),
-    "Q4_K": Q4_K,
-    "Q6_K": Q6_K,
-    "MXFP4": CodeFormat(bits=4, outer_type="bfloat16", zero=12.0, levels=E2M1),
-    "NVFP4": CodeFormat(bits=4, granule=16, outer_type="float32", zero=12.0, levels=E2M1, has_output_scales=True),
-    "FP8, blocks of 128": CodeFormat(bits=8, granules_per_outer=4, outer_type="float32", floats="e4m3"),
-    "int8 by output": CodeFormat(bits=8, granules_per_outer=2**18, outer_type="float32", zero=128.0),
-}
 TOLERANCE = 8e-3  # of the norm of what float64 computes with the decoded weights: sums are rounded to bfloat16
 CHECKED_SHAPES = ((4096, 4096), (1000, 1024))  # outputs and inputs
 
@@ -47,7 +35,7 @@ def run(part: PartRun) -> None:
     lines: list[str] = []
     for name, form in FORMATS.items():
         for num_outputs, num_inputs in CHECKED_SHAPES:
-            _check(part, name, _random_matrix(form, num_outputs, num_inputs, part.device))
+            _check(part, name, random_matrix(form, num_outputs, num_inputs, part.device))
     for num_outputs, num_inputs in (
         (2 * shape.intermediate_size, shape.hidden_size),
         (shape.hidden_size, shape.intermediate_size),
@@ -59,7 +47,7 @@ def run(part: PartRun) -> None:
             lines.append(f"{num_rows:5} x {num_inputs} -> {num_outputs}: bfloat16 {1e6 * cublas:.0f} us")
             part.record(lines[-1].split(":", maxsplit=1)[0] + ", bfloat16", {"milliseconds": 1e3 * cublas})
         for name, form in FORMATS.items():
-            layers = _rotated(_random_matrix(form, num_outputs, num_inputs, part.device), part.device)
+            layers = rotated(random_matrix(form, num_outputs, num_inputs, part.device), part.device)
             num_bytes = sum(parameter.nbytes for parameter in layers[0].parameters())
             times = []
             for num_rows in NUM_ROWS:
@@ -71,47 +59,13 @@ def run(part: PartRun) -> None:
             part.record("summary", lines)
 
 
-def _random_matrix(form: CodeFormat, num_outputs: int, num_inputs: int, device: torch.device) -> CodedMatrix:
-    generator = torch.Generator(device).manual_seed(num_outputs + num_inputs)
-
-    def octets(count: int, low: int, high: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        return torch.randint(low, high, (num_outputs, count), generator=generator, device=device, dtype=dtype)
-
-    def floats(count: int) -> torch.Tensor:
-        scale = 0.01 / (1 << form.bits) if form.floats is None else 1e-4
-        numbers = torch.rand(num_outputs, count, generator=generator, device=device)
-        return (scale * (0.5 + numbers)).to(form.outer_dtype)
-
-    codes = octets(num_inputs, 0, 1 << form.bits)
-    if form.floats is not None:
-        codes[~codes.view(form.code_dtype).float().isfinite()] = 3
-    outers, granules = form.num_outers(num_inputs), form.num_granules(num_inputs)
-    has_minima = form.zero_kind == "minima"
-    return CodedMatrix(
-        format=form,
-        codes=codes,
-        outer_scales=floats(outers),
-        outer_minima=floats(outers) if has_minima else None,
-        zero_points=octets(outers, 0, 1 << form.bits) if form.zero_kind == "points" else None,
-        inner_scales=octets(granules, 1, 64, torch.int8) if form.has_inner else None,
-        inner_minima=octets(granules, 0, 64) if form.has_inner and has_minima else None,
-        output_scales=floats(1).squeeze(1).float() if form.has_output_scales else None,
-    )
-
-
-def _linear(matrix: CodedMatrix, device: torch.device, *, batch_invariant: bool = False) -> nn.Module:
-    from kernels.linear.coded_triton import CodedTritonLinear  # the part starts where there is no Triton, too
-
-    return CodedTritonLinear(CodedWeight((matrix,)), matrix.shape[0], device, batch_invariant=batch_invariant)
-
-
 def _check(part: PartRun, name: str, matrix: CodedMatrix) -> None:
     num_outputs, num_inputs = matrix.shape
     weight = decode(_on_cpu(matrix)).to(part.device, torch.bfloat16).double()
     rows = torch.randn(max(CHECKED), num_inputs, device=part.device, dtype=torch.bfloat16)
     expected = F.linear(rows.double(), weight)
     for batch_invariant in (False, True):
-        layer = _linear(matrix, part.device, batch_invariant=batch_invariant)
+        layer = coded_linear(matrix, part.device, batch_invariant=batch_invariant)
         together = layer(rows)
         for num_rows in CHECKED:
             output = layer(rows[:num_rows])
@@ -129,12 +83,6 @@ def _on_cpu(matrix: CodedMatrix) -> CodedMatrix:
 
 def _plain(num_outputs: int, num_inputs: int, device: torch.device) -> nn.Module:
     return nn.Linear(num_inputs, num_outputs, bias=False, device=device, dtype=torch.bfloat16)
-
-
-def _rotated(matrix: CodedMatrix, device: torch.device) -> list[nn.Module]:
-    first = _linear(matrix, device)
-    num_bytes = sum(parameter.nbytes for parameter in first.parameters())
-    return [first, *(_linear(matrix, device) for _ in range(max(1, ROTATED_BYTES // num_bytes)))]
 
 
 def _seconds(part: PartRun, rows: torch.Tensor, layers: Sequence[nn.Module]) -> float:

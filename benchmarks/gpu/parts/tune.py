@@ -29,7 +29,7 @@ from kernels.attention.triton.layer_shape import LayerShape
 from kernels.experts.triton import experts
 from kernels.linear import triton as linear
 
-__all__ = ["attention_of", "experts_of", "linears_of"]
+__all__ = ["AS_THEY_ARE", "TOKENS", "Constants", "Times", "attention_of", "experts_of", "linears_of"]
 
 ROTATED_BYTES = 2**29  # several times the 60 MB of an H200's second-level cache
 MAX_ROTATED = 24
@@ -64,6 +64,7 @@ class Constants:
 
     @contextmanager
     def set(self) -> Iterator[None]:
+        """Give the modules these values, inside."""
         with ExitStack() as stack:
             # Shapes keep what followed from them.
             stack.callback(attention.shape_of.cache_clear)
@@ -170,7 +171,7 @@ TOKENS = (1, 16, 64, 256, 2048)
 def attention_of(part: PartRun, kind: Literal["prefill", "decode"]) -> None:
     """Record the time of each batch with each choice of constants, in microseconds."""
     cases, constants = (PREFILLS, PREFILL_CONSTANTS) if kind == "prefill" else (DECODES, DECODE_CONSTANTS)
-    times = _Times(part, constants)
+    times = Times(part, constants)
     for heads in QUERY_HEADS:
         shape = HeadShape(heads, KV_HEADS, HEAD_DIM, TritonBackend.default_block_size)
         for name, lengths in cases.items():
@@ -179,7 +180,7 @@ def attention_of(part: PartRun, kind: Literal["prefill", "decode"]) -> None:
 
 def experts_of(part: PartRun, model: str) -> None:
     """Record the time of one layer's experts likewise."""
-    times = _Times(part, EXPERT_CONSTANTS)
+    times = Times(part, EXPERT_CONSTANTS)
     layer = Layer(part.sizes.models[model], max(TOKENS), torch.bfloat16, part.device)
     for tokens in TOKENS:
         times.measure(f"{tokens} tokens", partial(layer.compute, tokens))
@@ -187,7 +188,7 @@ def experts_of(part: PartRun, model: str) -> None:
 
 def linears_of(part: PartRun, models: list[str]) -> None:
     """Record the time of a feed-forward layer's linears with ``batch_invariant`` likewise."""
-    times = _Times(part, LINEAR_CONSTANTS)
+    times = Times(part, LINEAR_CONSTANTS)
     for name in models:
         for num_rows in TOKENS:
             times.measure(f"{name}, {num_rows} rows", _linears(part, part.sizes.models[name], num_rows))
@@ -222,17 +223,18 @@ def _linears(part: PartRun, model: Any, num_rows: int) -> Callable[[], object]:
     return compute
 
 
-class _Times:
+class Times:
     """Times of cases, each with the constants as they are and with each choice of others."""
 
     def __init__(self, part: PartRun, constants: dict[str, Constants]) -> None:
-        self._part, self._constants = part, constants if part.on_gpu else {}
+        self._part, self.constants = part, constants if part.on_gpu else {}
         self._lines: list[str] = []
 
     def measure(self, case: str, compute: Callable[[], object]) -> None:
+        """Record the times of ``compute``, in microseconds."""
         device = self._part.device
         times: dict[str, float] = {}
-        for name, chosen in self._constants.items():
+        for name, chosen in self.constants.items():
             with chosen.set():
                 try:
                     compute()  # compiles
