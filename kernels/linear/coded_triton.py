@@ -32,25 +32,27 @@ __all__ = ["CodedTritonLinear"]
 
 @dataclass(frozen=True)
 class _Tile:
-    """How many rows and outputs a program computes, how it is compiled, and whether sums are divided."""
+    """How many rows and outputs a program computes, how it is compiled, and how sums are divided.
+
+    Attributes:
+        num_programs: which keep a GPU busy: sums are divided until there are as many; 0: they are not.
+        max_registers: of a thread; None: ptxas chooses.
+    """
 
     num_rows: int
     num_outputs: int
     num_warps: int
     num_stages: int
-    divides: bool = False
-    max_registers: int | None = None  # of a thread; None: ptxas chooses
+    num_programs: int = 0
+    max_registers: int | None = None
 
 
-# By the bytes of an activation: the tiles, for increasing numbers of rows. The second one is for any number, too.
-# The last one would spill registers where each input has its address. With float32 ptxas spills a few, so as to run
-# more programs at a time, unless it is told how many registers a thread may have.
-_FLOAT32 = _Tile(16, 64, 8, 2, divides=True, max_registers=128)
+# By the bytes of an activation: for few rows, and for any number. Measured on an H200. With float32 ptxas spills a few
+# registers, so as to run more programs at a time, unless it is told how many a thread may have.
 _TILES = {
-    2: (_Tile(16, 64, 4, 4, divides=True), _Tile(64, 64, 4, 4, divides=True), _Tile(128, 128, 8, 3)),
-    4: (_FLOAT32, _FLOAT32, replace(_FLOAT32, divides=False)),
+    2: (_Tile(16, 64, 4, 3, num_programs=1024), _Tile(64, 64, 4, 4, num_programs=256)),
+    4: (_Tile(16, 64, 8, 2, num_programs=256, max_registers=200),) * 2,
 }
-_PROGRAMS = 256  # that keep a GPU busy
 _MOST_PARTS = 8  # of a sum
 _INPUTS_OF_A_PART = 256  # at least
 _SUMMED = 1024  # outputs of a program that adds up parts
@@ -235,27 +237,25 @@ class CodedTritonLinear(nn.Module):
 
     def compile_kernels(self, dtype: torch.dtype) -> None:
         """Launch what any number of rows of ``dtype`` launches."""
-        *smaller, _ = _TILES[dtype.itemsize]
         device = next(self.parameters()).device
-        for num_rows in (1, *(tile.num_rows + 1 for tile in smaller)):
+        for num_rows in (1, _TILES[dtype.itemsize][0].num_rows + 1):
             self(torch.zeros(num_rows, self.in_features, dtype=dtype, device=device))
 
 
 def _tile(rows: torch.Tensor, *, is_only_one: bool) -> _Tile:
-    num_rows, num_inputs = rows.shape
-    first, second, last = _TILES[rows.element_size()]
-    if is_only_one or (num_rows > second.num_rows and num_inputs % 16):
-        return replace(second, divides=False)
-    return next((tile for tile in (first, second) if num_rows <= tile.num_rows), last)
+    few, any_number = _TILES[rows.element_size()]
+    if is_only_one:
+        return replace(any_number, num_programs=0)
+    return few if len(rows) <= few.num_rows else any_number
 
 
 def _blocks_per_part(section: CodedSection, tile: _Tile) -> int:
     """Return of how many blocks a program adds up the inputs. Of the rows, it depends only on their tile."""
-    if not tile.divides:
+    if not tile.num_programs:
         return section.num_blocks
     num_tiles = -(-section.out_features // tile.num_outputs)
     most = min(_MOST_PARTS, max(1, section.in_features // _INPUTS_OF_A_PART))
-    return -(-section.num_blocks // min(most, -(-_PROGRAMS // num_tiles)))
+    return -(-section.num_blocks // min(most, -(-tile.num_programs // num_tiles)))
 
 
 def _multiply(

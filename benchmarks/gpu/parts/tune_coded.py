@@ -14,20 +14,19 @@ from benchmarks.gpu.parts.tune import AS_THEY_ARE, Constants, Times
 __all__ = ["run"]
 
 TUNED = ("int4, groups of 128", "Q4_K", "MXFP4", "FP8, blocks of 128", "int8 by output")
-# Rows and outputs of a tile, warps, stages; programs that keep a GPU busy, if sums are divided.
+# Rows and outputs of a tile, warps, stages; programs that keep a GPU busy, or 0, where sums are not divided.
 FEW = [
-    (16, 64, 4, 4, 256),
-    (16, 64, 4, 4, 512),
     (16, 64, 4, 4, 1024),
-    (16, 64, 4, 6, 512),
-    (16, 64, 4, 3, 1024),
-    (16, 128, 4, 4, 512),
-    (16, 128, 8, 4, 512),
-    (16, 64, 8, 4, 512),
+    (16, 64, 4, 2, 1024),
+    (16, 32, 2, 3, 1024),
+    (16, 32, 2, 4, 1024),
+    (16, 32, 2, 4, 2048),
+    (16, 32, 2, 5, 1024),
+    (16, 128, 8, 3, 1024),
 ]
-SOME = [(64, 64, 4, 4, 256), (64, 64, 4, 3, 512), (64, 128, 8, 3, 256), (64, 128, 4, 3, 256), (64, 64, 8, 4, 256)]
-MANY = [(128, 64, 4, 3, 0), (128, 64, 8, 3, 0), (128, 128, 8, 3, 0), (64, 128, 8, 3, 0), (64, 64, 4, 4, 0)]
-TILES = {1: FEW, 16: FEW, 64: SOME, 256: MANY, 512: MANY}  # by the number of rows
+SOME = [(64, 64, 4, 4, 0), (64, 64, 4, 4, 512), (64, 64, 4, 3, 512), (64, 128, 8, 3, 256), (32, 64, 4, 4, 256)]
+MANY = [(64, 64, 4, 4, 0), (64, 128, 8, 3, 256), (128, 64, 4, 3, 256), (128, 128, 8, 3, 0)]
+TILES = {1: FEW, 16: FEW, 64: SOME, 128: MANY, 256: MANY}  # by the number of rows
 
 
 def run(part: PartRun) -> None:
@@ -62,8 +61,7 @@ def _all(layers: list[Any], rows: torch.Tensor) -> Callable[[], object]:
     return compute
 
 
-def _tile(rows: int, outputs: int, warps: int, stages: int, programs: int) -> Constants:
+def _tile(*sizes: int) -> Constants:
     from kernels.linear import coded_triton  # the part starts where there is no Triton, too
 
-    tile = coded_triton._Tile(rows, outputs, warps, stages, divides=programs > 0)
-    return Constants({(coded_triton, "_TILES"): {2: (tile, tile, tile)}, (coded_triton, "_PROGRAMS"): programs})
+    return Constants({(coded_triton, "_TILES"): {2: (coded_triton._Tile(*sizes),) * 2}})
