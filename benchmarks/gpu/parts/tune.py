@@ -90,8 +90,8 @@ def _decode(
         (attention, "_DECODE_WARPS"): warps,
     }
     for module in (attention, layer_shape):
-        modules |= {(module, "KEYS_PER_SPLIT"): keys, (module, "MAX_SPLITS"): splits}
-    return Constants(modules, {"keys_per_tile": tile, "decode_programs": programs})
+        modules[module, "KEYS_PER_SPLIT"] = keys
+    return Constants(modules, {"keys_per_tile": tile, "decode_programs": programs, "max_splits": splits})
 
 
 def _experts(outputs: int, inputs: int, stages: int, warps: int = 4) -> Constants:

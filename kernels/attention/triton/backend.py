@@ -16,7 +16,7 @@ from triton import knobs
 from kernels.attention.base import AttentionBackend, AttentionInputs, StepLimits
 from kernels.attention.step_cache import StepCache
 from kernels.attention.triton.decode import plan_splits_kernel, reduce_splits_kernel, split_decode_kernel
-from kernels.attention.triton.layer_shape import KEYS_PER_SPLIT, MAX_SPLITS, LayerShape, heads_per_tile, most_splits
+from kernels.attention.triton.layer_shape import KEYS_PER_SPLIT, LayerShape, heads_per_tile, most_splits
 from kernels.attention.triton.prefill import prefill_kernel
 from kernels.attention.triton.sparse import sparse_attention_triton
 from kernels.attention.window import Window, sliding_and_chunk
@@ -31,6 +31,7 @@ _DECODE_STAGES = 5  # the software pipeline's depth, as LayerShape.prefill_stage
 # Of elements of 32 bits, and of latents. Else ptxas spills a register of some variants to fit more programs than shared
 # memory does.
 _MANY_REGISTERS = "--register-usage-level 0"
+_SPLITS_PER_LOAD = 16  # when they are added up
 _PLAN_LANES = 64  # sequences whose splits are listed at once
 _MULTIPROCESSORS_INTERPRETED = 16  # what the interpreter pretends to have
 
@@ -51,7 +52,7 @@ class TritonBackend(AttentionBackend):
     captures_chunks: ClassVar[bool] = True
 
     def __init__(self) -> None:
-        self._plans: StepCache[tuple[Window | None, int], _SplitPlan] = StepCache()
+        self._plans: StepCache[tuple[Window | None, int, int], _SplitPlan] = StepCache()
 
     @classmethod
     def why_unusable(cls, device: torch.device) -> str | None:
@@ -79,7 +80,7 @@ class TritonBackend(AttentionBackend):
         output = inputs.query.new_empty(*inputs.query.shape[:2], inputs.value_dim)
         metadata, layer = inputs.metadata, _layer_shape(inputs)
         if metadata.num_decodes:
-            key = layer.window, layer.keys_per_tile
+            key = layer.window, layer.keys_per_tile, layer.max_splits
             plan = self._plans.get(metadata, key, lambda: _plan_splits(metadata, layer))
             _launch_decodes(output, inputs, layer, plan)
         if metadata.num_decodes < metadata.num_seqs:
@@ -113,7 +114,7 @@ def _split_constants(layer: LayerShape) -> dict[str, int]:
         **_window_constants(layer),
         "TILE": layer.keys_per_tile,
         "KEYS_PER_SPLIT": KEYS_PER_SPLIT,
-        "MAX_SPLITS": MAX_SPLITS,
+        "MAX_SPLITS": layer.max_splits,
     }
 
 
@@ -211,7 +212,8 @@ def _launch_decodes(output: torch.Tensor, inputs: AttentionInputs, layer: LayerS
             *output.stride()[:2],
             HEAD_DIM=layer.head_dim,
             DIM_PADDED=layer.dim_padded,
-            MAX_SPLITS=MAX_SPLITS,
+            MAX_SPLITS=layer.max_splits,
+            CHUNK=_SPLITS_PER_LOAD,
             enable_fp_fusion=True,
         )
 

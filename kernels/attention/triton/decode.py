@@ -194,6 +194,7 @@ def reduce_splits_kernel(
     HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
+    CHUNK: tl.constexpr,  # splits that are loaded at once
 ):
     """One program adds up the splits of one head of one sequence, each weighted by its share of the softmax's sum."""
     sequence = tl.program_id(0)
@@ -203,17 +204,23 @@ def reduce_splits_kernel(
     if num_splits > 1:
         split = tl.arange(0, MAX_SPLITS)
         dim = tl.arange(0, DIM_PADDED)
-        is_split = split < num_splits
         is_dim = dim < HEAD_DIM
-        index = (first + split).to(tl.int64) * tl.num_programs(1) + head
-        lse = tl.load(split_lse + index, mask=is_split, other=float("-inf"))
-        split_offset = index[:, None] * HEAD_DIM + dim[None, :]
-        attended = tl.load(split_output + split_offset, mask=is_split[:, None] & is_dim[None, :], other=0.0)
+        lse_of = split_lse + first.to(tl.int64) * tl.num_programs(1) + head
+        lse = tl.load(lse_of + split * tl.num_programs(1), mask=split < num_splits, other=float("-inf"))
         largest = tl.max(lse, axis=0)
-        weights = tl.exp2(lse - tl.where(largest == float("-inf"), 0.0, largest))
-        total = tl.sum(weights, axis=0)
+        shift = tl.where(largest == float("-inf"), 0.0, largest)
+        total = tl.sum(tl.exp2(lse - shift), axis=0)
         if sinks is not None:
             total = add_sink(total, largest, tl.load(sinks + head))
-        combined = tl.sum(attended * weights[:, None], axis=0) / tl.where(total == 0.0, 1.0, total)
+        combined = tl.zeros([DIM_PADDED], dtype=tl.float32)
+        for start in range(0, num_splits, CHUNK):
+            some = start + tl.arange(0, CHUNK)
+            is_split = some < num_splits
+            weights = tl.exp2(tl.load(lse_of + some * tl.num_programs(1), mask=is_split, other=float("-inf")) - shift)
+            index = (first + some).to(tl.int64) * tl.num_programs(1) + head
+            split_offset = index[:, None] * HEAD_DIM + dim[None, :]
+            attended = tl.load(split_output + split_offset, mask=is_split[:, None] & is_dim[None, :], other=0.0)
+            combined += tl.sum(attended * weights[:, None], axis=0)
+        combined = combined / tl.where(total == 0.0, 1.0, total)
         offset = sequence.to(tl.int64) * output_token_stride + head * output_head_stride + dim
         tl.store(output + offset, combined.to(output.dtype.element_ty), mask=is_dim)

@@ -11,10 +11,11 @@ from functools import cached_property
 
 from kernels.attention.window import Window, most_keys
 
-__all__ = ["KEYS_PER_SPLIT", "MAX_SPLITS", "LayerShape", "heads_per_tile", "most_splits"]
+__all__ = ["KEYS_PER_SPLIT", "LayerShape", "heads_per_tile", "most_splits"]
 
 KEYS_PER_SPLIT = 256  # of a decode's context, at least: below this the reduction costs more than a program saves
-MAX_SPLITS = 16  # of a context: with 8 KV heads, one long context fills a GPU of 128 multiprocessors
+_PROGRAMS = 128  # with which one long context fills a GPU
+_MAX_SPLITS = 16, 128  # of a context, at least and at most
 
 _MIN_DOT = 16  # tl.dot takes no smaller dimension
 _MAX_ROWS = 128
@@ -70,6 +71,12 @@ class LayerShape:
         return 4 if self.keys_per_tile * self.dim_padded * self.element_size <= 8192 else 2
 
     @cached_property
+    def max_splits(self) -> int:
+        """Splits of a long context, a power of two: few KV heads, or latents, need more of them to fill a GPU."""
+        fewest, most = _MAX_SPLITS
+        return min(most, max(fewest, _next_power_of_2(_PROGRAMS // self.num_kv_heads)))
+
+    @cached_property
     def prefill_rows(self) -> int:
         """Rows of a tile with several queries."""
         needs_fewest = self.group_size == 2 or self.group_size & (self.group_size - 1) > 0
@@ -110,7 +117,7 @@ def most_splits(layer: LayerShape, max_seq_len: int) -> int:
     span = max_seq_len
     if layer.window is not None:
         span = min(span, most_keys(layer.window) + layer.keys_per_tile)  # the first tile may begin before the window
-    return max(1, min(MAX_SPLITS, -(-span // KEYS_PER_SPLIT)))
+    return max(1, min(layer.max_splits, -(-span // KEYS_PER_SPLIT)))
 
 
 def _next_power_of_2(number: int) -> int:

@@ -7,7 +7,7 @@ from math import ceil
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kernels.attention.triton.layer_shape import KEYS_PER_SPLIT, MAX_SPLITS, LayerShape, most_splits
+from kernels.attention.triton.layer_shape import KEYS_PER_SPLIT, LayerShape, most_splits
 from kernels.attention.window import Chunk, first_key
 
 LAYERS = st.builds(
@@ -27,6 +27,8 @@ def test_tiles_suit_the_kernels(layer: LayerShape) -> None:
         assert size >= 16
     assert layer.prefill_rows >= layer.decode_rows >= layer.group_size
     assert layer.dim_padded >= layer.head_dim
+    assert layer.max_splits & (layer.max_splits - 1) == 0
+    assert layer.max_splits * layer.num_kv_heads >= 128
     assert KEYS_PER_SPLIT % layer.keys_per_tile == 0
 
 
@@ -37,5 +39,6 @@ def test_a_context_has_no_more_splits_than_are_stored(layer: LayerShape, seq_len
     seq_len = min(seq_len, longest)
     tile = layer.keys_per_tile
     num_keys = seq_len - first_key(layer.window, seq_len - 1) // tile * tile
-    tiles_per_split = ceil(ceil(num_keys / MAX_SPLITS) / tile)
-    assert ceil(num_keys / max(tiles_per_split * tile, KEYS_PER_SPLIT)) <= most_splits(layer, longest) <= MAX_SPLITS
+    tiles_per_split = ceil(ceil(num_keys / layer.max_splits) / tile)
+    num_splits = ceil(num_keys / max(tiles_per_split * tile, KEYS_PER_SPLIT))
+    assert num_splits <= most_splits(layer, longest) <= layer.max_splits
