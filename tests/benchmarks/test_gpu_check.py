@@ -283,6 +283,7 @@ def test_timed_steps_measure_the_engines_steps(part: PartRun, monkeypatch: pytes
         ("group_kernel", "feed_forward", "experts"),
         ("_store_kernel", "rotary", "store_kvcache"),
         ("delta_rule_kernel", None, "recurrent"),
+        ("carry_states_kernel", None, "recurrent"),
         ("index_scores_kernel", None, "attention"),
         ("conv_sequence_kernel", None, "recurrent"),
         ("void cub::DeviceScan_scan_kernel", None, "other"),

@@ -73,7 +73,7 @@ FAULTS: dict[str, tuple[Callable[..., object], str]] = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_wrong_operation_is_found(name: str, part: PartRun, monkeypatch: pytest.MonkeyPatch) -> None:
     spoil, problem = FAULTS[name]
-    monkeypatch.setattr(recurrent, "select_recurrent_ops", lambda device: _Wrong(spoil))
+    monkeypatch.setattr(recurrent, "select_recurrent_ops", lambda *_, **__: _Wrong(spoil))
     monkeypatch.setattr(recurrent, "_measure", lambda *_: "")
     recurrent.run(part)
     faults = outcome(part)[1]

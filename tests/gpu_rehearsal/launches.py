@@ -24,6 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from tests.gpu_rehearsal import (
+    chunk_contracts,
     expert_contracts,
     kernel_contracts,
     latent_contracts,
@@ -46,6 +47,7 @@ CONTRACTS = {
     **layer_contracts.CONTRACTS,
     **expert_contracts.CONTRACTS,
     **recurrent_contracts.CONTRACTS,
+    **chunk_contracts.CONTRACTS,
     **sampling_contracts.CONTRACTS,
 }
 OF_CONTEXTS = {*kernel_contracts.CONTRACTS, "index_scores_kernel"}  # which long contexts would make slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +13,7 @@ from kernels.recurrent.reference import ReferenceOps
 from kernels.recurrent_metadata import RecurrentMetadata
 from tests.gpu_rehearsal.kernel_contracts import Compute, Contract, plain, require, require_tensor
 
-__all__ = ["CONTRACTS"]
+__all__ = ["CONTRACTS", "check_batch", "check_bounds", "check_heads", "check_saves", "check_state"]
 
 _OPS = ReferenceOps()  # computes on the data, which is on the host
 _NORM_EPS = 1e-6
@@ -22,7 +23,7 @@ _MOST_OFFSET = 2**31  # within a slot: kernels compute it in int32
 # --- the batch -------------------------------------------------------------------------------------------------------
 
 
-def _check_bounds(cu_seqlens: torch.Tensor, num_tokens: int) -> None:
+def check_bounds(cu_seqlens: torch.Tensor, num_tokens: int) -> None:
     bounds = plain(cu_seqlens).tolist()
     require(bounds[0] == 0 and bounds[-1] == num_tokens, f"cu_seqlens {bounds} are not those of {num_tokens} tokens")
     require(all(start <= end for start, end in pairwise(bounds)), f"cu_seqlens {bounds} descends")
@@ -35,7 +36,7 @@ def _check_slots(slots: list[int], starts: list[int], num_slots: int) -> None:
     require(set(starts) <= {0, 1}, f"starts {starts} are not flags")
 
 
-def _check_saves(tokens: list[int], save_slots: list[int], slots: list[int], num_slots: int, num_tokens: int) -> None:
+def check_saves(tokens: list[int], save_slots: list[int], slots: list[int], num_slots: int, num_tokens: int) -> None:
     saves = [(token, slot) for token, slot in zip(tokens, save_slots, strict=True) if slot != -1]
     padding = tokens[len(saves) :]
     require(all(slot == -1 for slot in save_slots[len(saves) :]), f"save_slots {save_slots}: padding is not last")
@@ -48,7 +49,7 @@ def _check_saves(tokens: list[int], save_slots: list[int], slots: list[int], num
     require(all(0 <= token < num_tokens for token in own), f"save_tokens {tokens} leaves the {num_tokens} tokens")
 
 
-def _check_batch(call: Any, num_tokens: int, num_slots: int) -> RecurrentMetadata:
+def check_batch(call: Any, num_tokens: int, num_slots: int) -> RecurrentMetadata:
     """Check the batch as RecurrentMetadata documents it, values included; return its data."""
     num_seqs, num_saves = call.slots.shape[0], call.num_saves
     sizes = {"cu_seqlens": num_seqs + 1, "slots": num_seqs, "starts": num_seqs}
@@ -58,13 +59,13 @@ def _check_batch(call: Any, num_tokens: int, num_slots: int) -> RecurrentMetadat
     names = ("cu_seqlens", "slots", "starts", "save_tokens", "save_slots")
     metadata = RecurrentMetadata(*(plain(getattr(call, name)) for name in names), num_decodes=0)
     slots = metadata.slots.tolist()
-    _check_bounds(call.cu_seqlens, num_tokens)
+    check_bounds(call.cu_seqlens, num_tokens)
     _check_slots(slots, metadata.starts.tolist(), num_slots)
-    _check_saves(metadata.save_tokens.tolist(), metadata.save_slots.tolist(), slots, num_slots, num_tokens)
+    check_saves(metadata.save_tokens.tolist(), metadata.save_slots.tolist(), slots, num_slots, num_tokens)
     return metadata
 
 
-def _check_state(state: torch.Tensor, *shape: int) -> int:
+def check_state(state: torch.Tensor, *shape: int) -> int:
     """Check a layer's states; return the number of slots."""
     require_tensor("state", state, torch.float32, None, *shape)
     require(state.is_contiguous(), "state is not contiguous")
@@ -76,6 +77,11 @@ def _computed_tokens(metadata: RecurrentMetadata) -> torch.Tensor:
     """Return the tokens of sequences that have a slot; the kernels write no output of others."""
     has_slot = (metadata.slots >= 0).repeat_interleave(metadata.cu_seqlens.diff().long())
     return has_slot.nonzero().flatten()
+
+
+def _short(metadata: RecurrentMetadata, max_length: int) -> RecurrentMetadata:
+    """Return a batch in which the longer sequences are padding: other kernels compute them."""
+    return replace(metadata, slots=metadata.slots.where(metadata.cu_seqlens.diff() <= max_length, -1))
 
 
 # --- convolutions ----------------------------------------------------------------------------------------------------
@@ -110,8 +116,8 @@ def conv_sequence(call: Any, grid: tuple[int, ...]) -> Compute:
     """kernels.recurrent.triton.conv.conv_sequence_kernel: a sequence's first tokens, and all writes of states."""
     _check_conv(call)
     num_tokens, channels = call.inputs.shape
-    num_slots = _check_state(call.state, call.WIDTH - 1, channels)
-    metadata = _check_batch(call, num_tokens, num_slots)
+    num_slots = check_state(call.state, call.WIDTH - 1, channels)
+    metadata = check_batch(call, num_tokens, num_slots)
     wanted = (-(-channels // call.BLOCK), metadata.num_seqs)
     require(tuple(grid) == wanted, f"the grid {grid} is not one program for each of {wanted} blocks and sequences")
 
@@ -128,10 +134,13 @@ def conv_other_tokens(call: Any, grid: tuple[int, ...]) -> Compute:
     """kernels.recurrent.triton.conv.conv_other_tokens_kernel: the tokens that need no state."""
     _check_conv(call)
     num_tokens, channels = call.inputs.shape
-    require(tuple(grid) == (num_tokens, -(-channels // call.BLOCK)), f"the grid {grid} does not cover the output")
+    require(0 <= call.num_decodes < num_tokens == call.num_tokens, f"{call.num_decodes} of {call.num_tokens} tokens")
+    wanted = (-(-(num_tokens - call.num_decodes) // call.TOKENS), -(-channels // call.BLOCK))
+    require(tuple(grid) == wanted, f"the grid {grid} does not cover the output, {wanted}")
+    require(call.TAPS >= call.WIDTH and call.TAPS & (call.TAPS - 1) == 0, f"TAPS is {call.TAPS}")
     require_tensor("cu_seqlens", call.cu_seqlens, torch.int32, call.num_seqs + 1)
     require_tensor("slots", call.slots, torch.int32, call.num_seqs)
-    _check_bounds(call.cu_seqlens, num_tokens)
+    check_bounds(call.cu_seqlens, num_tokens)
     none = torch.zeros(0, dtype=torch.int32)
     slots = plain(call.slots)
     metadata = RecurrentMetadata(plain(call.cu_seqlens), slots, torch.ones_like(slots), none, none, num_decodes=0)
@@ -149,7 +158,7 @@ def conv_other_tokens(call: Any, grid: tuple[int, ...]) -> Compute:
 # --- recurrences -----------------------------------------------------------------------------------------------------
 
 
-def _check_heads(name: str, heads: torch.Tensor, stride: int, dtype: torch.dtype, *shape: int) -> None:
+def check_heads(name: str, heads: torch.Tensor, stride: int, dtype: torch.dtype, *shape: int) -> None:
     """Check [num_tokens, num_heads, dim] whose heads are contiguous within a token."""
     require_tensor(name, heads, dtype, *shape)
     require(heads.stride(2) == 1, f"{name} is not contiguous in its last dimension")
@@ -178,15 +187,16 @@ def delta_rule(call: Any, grid: tuple[int, ...]) -> Compute:
     dtype = call.value.dtype
     for name in ("query", "key"):
         stride = getattr(call, f"{name}_stride")
-        _check_heads(name, getattr(call, name), stride, dtype, num_tokens, num_key_heads, key_dim)
-    _check_heads("value", call.value, call.value_stride, dtype, num_tokens, num_heads, value_dim)
+        check_heads(name, getattr(call, name), stride, dtype, num_tokens, num_key_heads, key_dim)
+    check_heads("value", call.value, call.value_stride, dtype, num_tokens, num_heads, value_dim)
     require_tensor("output", call.output, dtype, num_tokens, num_heads, value_dim)
     own_decays = (key_dim,) if call.DECAYS_ROWS else ()  # of each row of a state
     require_tensor("decay", call.decay, torch.float32, num_tokens, num_heads, *own_decays)
     require_tensor("beta", call.beta, torch.float32, num_tokens, num_heads)
     for name in ("output", "decay", "beta"):
         require(getattr(call, name).is_contiguous(), f"{name} is not contiguous")
-    metadata = _check_batch(call, num_tokens, _check_state(call.state, num_heads, key_dim, value_dim))
+    metadata = check_batch(call, num_tokens, check_state(call.state, num_heads, key_dim, value_dim))
+    metadata = _short(metadata, call.max_length)
     _check_blocks(grid, call, "BLOCK_KEY", key_dim, call.BLOCK_VALUE, value_dim)
     parts = [plain(getattr(call, name)) for name in ("query", "key", "value", "decay", "beta")]
 
@@ -205,16 +215,17 @@ def scan(call: Any, grid: tuple[int, ...]) -> Compute:
     constants = (call.NUM_HEADS, call.HEADS_PER_GROUP, call.HEAD_DIM, call.STATE_SIZE)
     require(constants == sizes and num_heads % num_groups == 0, f"constants {constants} are not {sizes}")
     dtype = call.inputs.dtype
-    _check_heads("inputs", call.inputs, call.input_stride, dtype, num_tokens, num_heads, head_dim)
+    check_heads("inputs", call.inputs, call.input_stride, dtype, num_tokens, num_heads, head_dim)
     for name, stride in (("keys", call.key_stride), ("queries", call.query_stride)):
-        _check_heads(name, getattr(call, name), stride, dtype, num_tokens, num_groups, state_size)
+        check_heads(name, getattr(call, name), stride, dtype, num_tokens, num_groups, state_size)
     require_tensor("output", call.output, dtype, num_tokens, num_heads, head_dim)
     require_tensor("steps", call.steps, torch.float32, num_tokens, num_heads)
     for name in ("decay", "skip"):
         require_tensor(name, getattr(call, name), torch.float32, num_heads)
     for name in ("output", "steps", "decay", "skip"):
         require(getattr(call, name).is_contiguous(), f"{name} is not contiguous")
-    metadata = _check_batch(call, num_tokens, _check_state(call.state, num_heads, head_dim, state_size))
+    metadata = check_batch(call, num_tokens, check_state(call.state, num_heads, head_dim, state_size))
+    metadata = _short(metadata, call.max_length)
     _check_blocks(grid, call, "BLOCK_STATE", state_size, call.BLOCK_DIM, head_dim)
     parts = [plain(getattr(call, name)) for name in ("inputs", "steps", "decay", "keys", "queries", "skip")]
 

@@ -54,6 +54,24 @@ def _correct_products_of_interpreter() -> None:
     interpreter.InterpreterBuilder.create_dot = create_dot
 
 
+def _correct_roundings_of_interpreter() -> None:
+    """Round float32 to the nearest bfloat16, as GPUs do; the interpreter rounded towards zero."""
+    from triton import language
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def convert_float(values: Any, dtype: Any, to_dtype: Any, rounding: Any) -> npt.NDArray[Any]:
+        if (dtype, to_dtype) != (language.float32, language.bfloat16):
+            converted: npt.NDArray[Any] = convert(values, dtype, to_dtype, rounding)
+            return converted
+        bits = values.astype(np.float32).view(np.uint32)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # ties to even
+        return np.where(np.isnan(values), 0x7FC0, nearest).astype(np.uint16)
+
+    interpreter._convert_float = convert_float
+
+
 IN_CI = 4  # cases of each function, so that a sweep of interpreted kernels costs minutes and not a quarter of an hour
 
 
@@ -85,6 +103,7 @@ def kernel_device() -> torch.device:
         return torch.device("cuda")
     _speed_up_interpreter()
     _correct_products_of_interpreter()
+    _correct_roundings_of_interpreter()
     return torch.device("cpu")
 
 

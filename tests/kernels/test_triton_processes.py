@@ -96,7 +96,10 @@ def test_every_kernel_of_a_recurrent_layer_compiles_for_gpus(tmp_path: Path, cap
             "conv_sequence_kernel",
             "conv_other_tokens_kernel",
             "delta_rule_kernel",
+            "delta_rule_chunks_kernel",
             "scan_kernel",
+            "scan_chunks_kernel",
+            "carry_states_kernel",
         }
 
 

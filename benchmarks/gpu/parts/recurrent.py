@@ -1,10 +1,14 @@
-"""The operations of recurrent layers: against the reference in float64, the same bits in any step, and their times.
+"""The operations of recurrent layers: against the reference in float64, the same bits in other steps, and their times.
 
-A decode is also captured in a CUDA graph and replayed for other slots, with padding, as the engine's decodes are. The
-times stand beside what reading and writing the states and the tokens takes.
+Prompts are computed in both forms: in chunks, and token by token as ``batch_invariant`` asks for. A decode is also
+captured in a CUDA graph and replayed for other slots, with padding, as the engine's decodes are. The times stand beside
+what reading and writing the states and the tokens takes; at last the kernels of prompts are timed with other sizes.
 """
 
 from __future__ import annotations
+
+from itertools import zip_longest
+from time import perf_counter, time_ns
 
 import torch
 
@@ -20,49 +24,66 @@ from kernels.recurrent.select import select_recurrent_ops
 __all__ = ["run"]
 
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # of the largest output
-STATE_TOLERANCE = 1e-4  # of the largest element: states are float32 whatever the tokens are
+STATE_TOLERANCES = {  # of the largest element: states are float32, but chunks of prompts multiply them in the dtype
+    torch.float32: 1e-4,
+    torch.bfloat16: 1e-2,
+    torch.float16: 2e-3,
+}
 WORST = 1e9
+TUNING_SECONDS = 20.0  # for the times with other sizes, compilation included
 NUM_SLOTS = 9
 MIXED = [  # slots 1 and 2 belong to no sequence, 7 and 8 get snapshots
     Chunk(1, slot=0),
     Chunk(1, slot=5),
-    Chunk(70, slot=3, save=(15, 7)),
+    Chunk(170, slot=3, save=(15, 7)),
     Chunk(2, slot=6),
-    Chunk(33, slot=4, starts=True, save=(31, 8)),
+    Chunk(73, slot=4, starts=True, save=(63, 8)),
 ]
+PROMPTS = [chunk for chunk in MIXED if chunk.length > 2]
 DECODES = [Chunk(1, slot) for slot in (0, 1, 2, 3)]
 OTHER_DECODES = [Chunk(1, 6), Chunk(1, -1), Chunk(1, 1), Chunk(1, 8)]
 
 
 def run(part: PartRun) -> None:
     """Check every dtype, then record the times in bfloat16."""
-    ops = select_recurrent_ops(part.device)
+    ops, by_token = select_recurrent_ops(part.device), select_recurrent_ops(part.device, batch_invariant=True)
     part.record("implementation", type(ops).__name__)
     for operation in operations(part.sizes.recurrent, part.device):
         for dtype in TOLERANCES:
-            _check_step(part, ops, operation, dtype)
+            _check_step(part, ops, operation, dtype, MIXED)
+            _check_step(part, by_token, operation, dtype, MIXED, ", token by token")
             _check_replay(part, ops, operation, dtype)
-            _check_bits(part, ops, operation, dtype)
+            _check_neighbours(part, ops, operation, dtype)
+            _check_bits(part, by_token, operation, dtype)
     lines: list[str] = []
     for operation in operations(part.sizes.recurrent, part.device):
         for batch in part.sizes.decode_batches:
             lines.append(_measure(part, ops, operation, [Chunk(1, slot) for slot in range(batch)]))
         for prompts, length in part.sizes.recurrent_prefills:
-            lines.append(_measure(part, ops, operation, [Chunk(length, slot, starts=True) for slot in range(prompts)]))
+            chunks = [Chunk(length, slot, starts=True) for slot in range(prompts)]
+            lines.append(_measure(part, ops, operation, chunks))
+            if operation.name != "convolution":
+                lines.append(_measure(part, by_token, operation, chunks, ", token by token"))
         part.record("summary", lines)
+    if type(ops).__name__ == "TritonOps" and part.on_gpu:
+        _tune(part, lines)
 
 
 # --- right answers ---------------------------------------------------------------------------------------------------
 
 
-def _check_step(part: PartRun, ops: RecurrentOps, operation: Operation, dtype: torch.dtype) -> None:
-    """Compare a step of decodes, chunks, a beginning and saves."""
-    tokens = operation.tokens(sum(chunk.length for chunk in MIXED), dtype)
-    states, metadata = random_states(operation, NUM_SLOTS, part.device), batch_of(MIXED, part.device)
+def _check_step(
+    part: PartRun, ops: RecurrentOps, operation: Operation, dtype: torch.dtype, chunks: list[Chunk], form: str = ""
+) -> None:
+    """Compare a step of decodes, chunks, a beginning and saves; the numbers are new in each run."""
+    seed = time_ns() % 2**31
+    part.record(f"seed, {operation.name}, {dtype}{form}", seed)
+    tokens = operation.tokens(sum(chunk.length for chunk in chunks), dtype, seed)
+    states, metadata = random_states(operation, NUM_SLOTS, part.device), batch_of(chunks, part.device)
     exact = states.double()
     output = operation(ops, tokens, states, metadata)
     expected = operation(ReferenceOps(), tuple(values.double() for values in tokens), exact, metadata)
-    _judge(part, f"{operation.name}, {dtype}", output, expected, states, exact, dtype)
+    _judge(part, f"{operation.name}, {dtype}{form}", output, expected, states, exact, dtype)
 
 
 def _check_replay(part: PartRun, ops: RecurrentOps, operation: Operation, dtype: torch.dtype) -> None:
@@ -84,6 +105,18 @@ def _check_replay(part: PartRun, ops: RecurrentOps, operation: Operation, dtype:
     computed = after.slots >= 0  # a padding sequence's output may be anything
     name = f"{operation.name}, {dtype}, replayed for other slots"
     _judge(part, name, outputs[-1][computed], expected[computed], states, exact, dtype)
+
+
+def _check_neighbours(part: PartRun, ops: RecurrentOps, operation: Operation, dtype: torch.dtype) -> None:
+    """Compare the bits of a sequence that is computed in one step, alone and with those among other sequences."""
+    chunk = MIXED[-1]
+    tokens = operation.tokens(sum(chunk.length for chunk in MIXED), dtype)
+    states = random_states(operation, NUM_SLOTS, part.device)
+    together = operation(ops, tokens, states, batch_of(MIXED, part.device))
+    own = tuple(values[-chunk.length :] for values in tokens)
+    alone = operation(ops, own, random_states(operation, NUM_SLOTS, part.device), batch_of([chunk], part.device))
+    if not torch.equal(alone, together[-chunk.length :]):
+        part.fault(f"{operation.name}, {dtype}: tokens have other bits alone than among others")
 
 
 def _check_bits(part: PartRun, ops: RecurrentOps, operation: Operation, dtype: torch.dtype) -> None:
@@ -116,7 +149,7 @@ def _judge(
     """Compare outputs and all slots: also those that the step must leave alone."""
     for what, error, tolerance in (
         (name, _error(output, expected), TOLERANCES[dtype]),
-        (f"{name}, states", _error(states, exact), STATE_TOLERANCE),
+        (f"{name}, states", _error(states, exact), STATE_TOLERANCES[dtype]),
     ):
         part.record(f"error, {what}", error)
         if error > tolerance:
@@ -132,7 +165,7 @@ def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 # --- times -----------------------------------------------------------------------------------------------------------
 
 
-def _measure(part: PartRun, ops: RecurrentOps, operation: Operation, chunks: list[Chunk]) -> str:
+def _measure(part: PartRun, ops: RecurrentOps, operation: Operation, chunks: list[Chunk], form: str = "") -> str:
     """Record the time of a step in a graph, beside the time of moving its bytes; return a line for the summary."""
     num_tokens = sum(chunk.length for chunk in chunks)
     tokens = operation.tokens(num_tokens, torch.bfloat16)
@@ -143,6 +176,23 @@ def _measure(part: PartRun, ops: RecurrentOps, operation: Operation, chunks: lis
     reads = 0 if chunks[0].starts else states.nbytes
     num_bytes = reads + states.nbytes + sum(values.numel() * values.element_size() for values in (*tokens, output))
     figures = Work(num_bytes=num_bytes, flop=0).figures(seconds, part.limits)
-    name = f"{operation.name}, {len(chunks)} x {chunks[0].length} tokens"
+    name = f"{operation.name}, {len(chunks)} x {chunks[0].length} tokens{form}"
     part.record(name, figures)
-    return f"{name:40} {figures['milliseconds']:8.3f} ms, floor {figures['floor_milliseconds']:7.3f}"
+    return f"{name:56} {figures['milliseconds']:8.3f} ms, floor {figures['floor_milliseconds']:7.3f}"
+
+
+def _tune(part: PartRun, lines: list[str]) -> None:
+    """Check chunks in float32, and record the times of prompts with other sizes, as far as TUNING_SECONDS reach."""
+    from benchmarks.gpu.recurrent_tunings import EXACT, TUNINGS, TunedOps
+
+    started = perf_counter()
+    for operation in operations(part.sizes.recurrent, part.device):
+        if operation.name in TUNINGS:
+            _check_step(part, TunedOps(EXACT), operation, torch.float32, PROMPTS, ", in chunks")
+    for tunings in zip_longest(*TUNINGS.values()):
+        for operation, tuning in zip(operations(part.sizes.recurrent, part.device)[1:], tunings, strict=True):
+            for prompts, length in part.sizes.recurrent_prefills if tuning is not None else ():
+                if perf_counter() - started < TUNING_SECONDS:
+                    chunks = [Chunk(length, slot, starts=True) for slot in range(prompts)]
+                    lines.append(_measure(part, TunedOps(tuning), operation, chunks, f", {tuning}"))
+    part.record("summary", lines)

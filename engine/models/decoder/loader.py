@@ -91,7 +91,8 @@ def load_decoder(
         if parallel.rank == 0:
             logger.debug("Using %s linear layers (%s)", method.name, method.why_chosen)
         with torch.device("meta"), _Uninitialised():
-            skeleton = Decoder(config, rope, parallel, select_layer_ops(device), select_recurrent_ops(device))
+            recurrent_ops = select_recurrent_ops(device, batch_invariant=batch_invariant)
+            skeleton = Decoder(config, rope, parallel, select_layer_ops(device), recurrent_ops)
         read = partial(
             read_weights,
             checkpoint,

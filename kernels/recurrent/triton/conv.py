@@ -1,8 +1,8 @@
 """Causal convolutions as two Triton kernels: a sequence's first tokens and its states, and all other tokens.
 
 The first WIDTH - 1 tokens of a sequence in a step read the state, which one program reads and writes. The tokens after
-them read inputs only, so each of them is computed by a program of its own. Both kernels add the same numbers in the
-same order.
+them read inputs only, so programs share them: each computes a tile of neighbouring tokens, whose inputs it reads again
+for each weight, from the L1 cache. Both kernels add the same numbers in the same order.
 """
 
 # ruff: noqa: N803 - Triton's users write compile-time constants in capitals
@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.recurrent.triton.saves import first_save, save_token
+from kernels.recurrent.triton.saves import first_save, save_token, sequence_at
 
 __all__ = ["conv_other_tokens_kernel", "conv_sequence_kernel"]
 
@@ -142,7 +142,9 @@ def conv_sequence_kernel(
         )
 
 
-@triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=["cu_seqlens", "slots"])
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_seqs", "num_decodes"], do_not_specialize_on_alignment=["cu_seqlens", "slots"]
+)
 def conv_other_tokens_kernel(
     output,
     inputs,
@@ -150,28 +152,39 @@ def conv_other_tokens_kernel(
     bias,
     cu_seqlens,
     slots,
+    num_tokens,
     num_seqs,
+    num_decodes,
     input_stride,
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TAPS: tl.constexpr,  # a power of two, at least WIDTH
     HAS_SILU: tl.constexpr,
 ):
-    """Compute a token that is not among its sequence's first WIDTH - 1; the grid is [tokens, channel blocks]."""
-    token = tl.program_id(0).to(tl.int64)
-    low, high = tl.cast(0, tl.int32), tl.cast(num_seqs, tl.int32)  # the sequence begins at the token or before it
-    while low + 1 < high:
-        middle = (low + high) // 2
-        begins_later = tl.load(cu_seqlens + middle) > token
-        low = tl.where(begins_later, low, middle)
-        high = tl.where(begins_later, middle, high)
-    first, end = tl.load(cu_seqlens + low), tl.load(cu_seqlens + low + 1)
-    if token - first >= WIDTH - 1 and token < end and tl.load(slots + low) >= 0:
-        channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        mask = channel < CHANNELS
-        sums = _bias(bias, channel, mask, BLOCK)
-        for tap in tl.static_range(WIDTH):
-            from_input = inputs + (token + tap - (WIDTH - 1)) * input_stride + channel
-            x = tl.load(from_input, mask=mask).to(tl.float32)
-            sums += x * tl.load(weight + channel * WIDTH + tap, mask=mask).to(tl.float32)
-        _store(output + token * CHANNELS + channel, sums, mask, HAS_SILU)
+    """Compute TOKENS tokens except their sequences' first WIDTH - 1; the grid is [blocks of tokens, channel blocks]."""
+    token = num_decodes + tl.program_id(0) * TOKENS
+    stop = tl.minimum(token + TOKENS, num_tokens)
+    channel, row, tap = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, TOKENS), tl.arange(0, TAPS)
+    mask = channel < CHANNELS
+    taps = tl.load(
+        weight + channel[:, None] * WIDTH + tap[None, :], mask=mask[:, None] & (tap < WIDTH)[None, :], other=0.0
+    ).to(tl.float32)
+    first_sums = _bias(bias, channel, mask, BLOCK)
+    sequence = sequence_at(cu_seqlens, num_seqs, token)
+    while (token < stop) & (sequence < num_seqs):
+        first, end = tl.load(cu_seqlens + sequence), tl.load(cu_seqlens + sequence + 1)
+        start, limit = tl.maximum(token, first + WIDTH - 1), tl.minimum(end, stop)
+        if (start < limit) & (tl.load(slots + sequence) >= 0):
+            tile_mask = (row < limit - start)[:, None] & mask[None, :]
+            sums = tl.zeros([TOKENS, BLOCK], tl.float32) + first_sums[None, :]
+            for index in tl.static_range(WIDTH):
+                from_input = inputs + (start + index - (WIDTH - 1)).to(tl.int64) * input_stride
+                x = tl.load(from_input + row[:, None] * input_stride + channel[None, :], mask=tile_mask, other=0.0)
+                of_tap = tl.sum(tl.where(tap[None, :] == index, taps, 0.0), axis=1)
+                sums += x.to(tl.float32) * of_tap[None, :]
+            to = output + start.to(tl.int64) * CHANNELS
+            _store(to + row[:, None] * CHANNELS + channel[None, :], sums, tile_mask, HAS_SILU)
+        token = tl.maximum(token, end)
+        sequence += 1

@@ -37,7 +37,7 @@ def _load_token(token, end, tensors, strides, masks):
 
 # Steps differ in their saves and in the alignment of their batch, and a step must not wait for a compilation.
 @triton.jit(
-    do_not_specialize=["num_saves"],
+    do_not_specialize=["num_saves", "max_length"],
     do_not_specialize_on_alignment=["cu_seqlens", "slots", "starts", "save_tokens", "save_slots"],
 )
 def delta_rule_kernel(
@@ -54,6 +54,7 @@ def delta_rule_kernel(
     save_tokens,
     save_slots,
     num_saves,
+    max_length,  # of a sequence that is computed here, in tokens of the step
     query_stride,  # from one token to the next
     key_stride,
     value_stride,
@@ -71,7 +72,7 @@ def delta_rule_kernel(
     head, sequence = tl.program_id(1), tl.program_id(2)
     slot = tl.load(slots + sequence).to(tl.int64)
     first, end = tl.load(cu_seqlens + sequence), tl.load(cu_seqlens + sequence + 1)
-    if slot >= 0 and first < end:
+    if (slot >= 0) & (first < end) & (end - first <= max_length):
         row = tl.arange(0, BLOCK_KEY)
         column = tl.program_id(0) * BLOCK_VALUE + tl.arange(0, BLOCK_VALUE)
         row_mask, column_mask = row < KEY_DIM, column < VALUE_DIM

@@ -1,7 +1,11 @@
-"""TritonOps: each operation of a recurrent layer as a launch of the kernels of this folder.
+"""TritonOps: each operation of a recurrent layer as launches of the kernels of this folder.
 
 Every launch parameter follows from shapes, never from what a tensor holds, so a CUDA graph can capture a step. Those
 that compile follow from the model alone. The tokens of padding sequences get no output.
+
+Recurrences of a sequence's few tokens, as in decodes, are computed token by token; those of more tokens, as in prompts,
+in chunks, whose products run on tensor cores. Both kinds of kernels are launched for a step with prompts, and each
+finds its sequences.
 """
 
 from __future__ import annotations
@@ -12,18 +16,36 @@ import triton
 from kernels.recurrent.base import RecurrentOps
 from kernels.recurrent.triton.conv import conv_other_tokens_kernel, conv_sequence_kernel
 from kernels.recurrent.triton.delta_rule import delta_rule_kernel
+from kernels.recurrent.triton.prompts import MAX_SHORT, NORM_EPS, delta_rule_of_prompts, scan_of_prompts, token_stride
 from kernels.recurrent.triton.scan import scan_kernel
 from kernels.recurrent_metadata import RecurrentMetadata
 
 __all__ = ["TritonOps"]
 
 _CHANNEL_BLOCK = 256
+_TOKEN_BLOCK = 16  # of a convolution; its weights are loaded once for them
 _STATE_ELEMENTS = 1024  # of a program with one warp, whose threads sum without a barrier
-_NORM_EPS = 1e-6  # added to the squares' sum of a query or key of the delta rule
+_ANY_LENGTH = 2**31 - 1
 
 
 class TritonOps(RecurrentOps):
-    """The operations on a GPU, or in Triton's interpreter; a token's bits do not depend on the step."""
+    """The operations on a GPU, or in Triton's interpreter.
+
+    Args:
+        batch_invariant: compute all recurrences token by token, which is slow for prompts: a token's bits then do not
+            depend on the step. Otherwise those of a prompt's token in 16 bits depend on where the step's chunk of the
+            prompt begins and where its states are saved, but never on other sequences; and states are rounded to the
+            tokens' dtype where they are multiplied.
+    """
+
+    def __init__(self, *, batch_invariant: bool = False) -> None:
+        self.batch_invariant = batch_invariant
+
+    def _max_length(self, metadata: RecurrentMetadata, tokens: torch.Tensor) -> int:
+        """Return the length of the longest sequence of a step that is computed token by token."""
+        has_prompts = len(tokens) - metadata.num_decodes > MAX_SHORT
+        in_chunks = has_prompts and not self.batch_invariant and tokens.dtype != torch.float32
+        return MAX_SHORT if in_chunks else _ANY_LENGTH
 
     def causal_conv(
         self,
@@ -42,15 +64,21 @@ class TritonOps(RecurrentOps):
         num_blocks = triton.cdiv(channels, _CHANNEL_BLOCK)
         constants = {"CHANNELS": channels, "WIDTH": weight.shape[1], "BLOCK": _CHANNEL_BLOCK, "HAS_SILU": silu}
         if num_tokens > metadata.num_decodes:  # or no sequence has several tokens
-            conv_other_tokens_kernel[num_tokens, num_blocks](
+            num_token_blocks = triton.cdiv(num_tokens - metadata.num_decodes, _TOKEN_BLOCK)
+            conv_other_tokens_kernel[num_token_blocks, num_blocks](
                 output,
                 inputs,
                 weight,
                 bias,
                 metadata.cu_seqlens,
                 metadata.slots,
+                num_tokens,
                 metadata.num_seqs,
+                metadata.num_decodes,
                 inputs.stride(0),
+                TOKENS=_TOKEN_BLOCK,
+                TAPS=triton.next_power_of_2(weight.shape[1]),
+                num_warps=8,
                 **constants,
                 enable_fp_fusion=False,  # both kernels round alike
             )
@@ -79,6 +107,8 @@ class TritonOps(RecurrentOps):
     ) -> torch.Tensor:
         (_, num_key_heads, key_dim), (_, num_heads, value_dim) = key.shape, value.shape
         output = value.new_empty(value.shape)
+        decay, beta = decay.contiguous(), beta.contiguous()
+        max_length = self._max_length(metadata, value) if decay.dim() == 2 else _ANY_LENGTH
         block_key = triton.next_power_of_2(key_dim)
         block_value = _block(value_dim, block_key)
         delta_rule_kernel[triton.cdiv(value_dim, block_value), num_heads, metadata.num_seqs](
@@ -86,12 +116,13 @@ class TritonOps(RecurrentOps):
             query,
             key,
             value,
-            decay.contiguous(),
-            beta.contiguous(),
+            decay,
+            beta,
             _contiguous(state),
             *_batch(metadata),
-            *map(_token_stride, (query, key, value)),
-            _NORM_EPS,
+            max_length,
+            *map(token_stride, (query, key, value)),
+            NORM_EPS,
             key_dim**-0.5,
             NUM_HEADS=num_heads,
             HEADS_PER_KEY=num_heads // num_key_heads,
@@ -103,6 +134,8 @@ class TritonOps(RecurrentOps):
             num_warps=1,
             enable_fp_fusion=True,
         )
+        if max_length == MAX_SHORT:
+            delta_rule_of_prompts(output, query, key, value, decay, beta, state, metadata)
         return output
 
     def selective_scan(
@@ -118,19 +151,21 @@ class TritonOps(RecurrentOps):
     ) -> torch.Tensor:
         (_, num_heads, head_dim), (_, num_groups, state_size) = inputs.shape, keys.shape
         output = inputs.new_empty(inputs.shape)
+        steps, max_length = steps.contiguous(), self._max_length(metadata, inputs)
         block_state = triton.next_power_of_2(state_size)
         block_dim = _block(head_dim, block_state)
         scan_kernel[triton.cdiv(head_dim, block_dim), num_heads, metadata.num_seqs](
             output,
             inputs,
-            steps.contiguous(),
+            steps,
             decay,
             keys,
             queries,
             skip,
             _contiguous(state),
             *_batch(metadata),
-            *map(_token_stride, (inputs, keys, queries)),
+            max_length,
+            *map(token_stride, (inputs, keys, queries)),
             NUM_HEADS=num_heads,
             HEADS_PER_GROUP=num_heads // num_groups,
             HEAD_DIM=head_dim,
@@ -140,6 +175,8 @@ class TritonOps(RecurrentOps):
             num_warps=1,
             enable_fp_fusion=True,
         )
+        if max_length == MAX_SHORT:
+            scan_of_prompts(output, inputs, steps, decay, keys, queries, skip, state, metadata)
         return output
 
 
@@ -158,10 +195,3 @@ def _block(size: int, other_size: int) -> int:
 def _contiguous(state: torch.Tensor) -> torch.Tensor:
     assert state.is_contiguous()
     return state
-
-
-def _token_stride(heads: torch.Tensor) -> int:
-    """Return the elements from one token to the next of ``heads`` [num_tokens, num_heads, dim]."""
-    assert heads.stride(2) == 1
-    assert heads.shape[1] == 1 or heads.stride(1) == heads.shape[2]
-    return heads.stride(0)

@@ -1,4 +1,4 @@
-"""What the kernels of this folder share: at which of a step's saves a sequence begins.
+"""What the kernels of this folder share: where in a step a token's sequence and its saves are.
 
 A kernel goes through the tokens of a sequence, and through the saves beside them:
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["first_save", "save_token"]
+__all__ = ["first_save", "save_token", "sequence_at"]
 
 _NEVER = tl.constexpr(2**31 - 1)
 
@@ -36,3 +36,15 @@ def first_save(save_tokens, num_saves, first):
 def save_token(save_tokens, num_saves, save):
     """Return the token of a save, or a number that no token has after the last one."""
     return tl.load(save_tokens + save, mask=save < num_saves, other=_NEVER)
+
+
+@triton.jit
+def sequence_at(cu_seqlens, num_seqs, token):
+    """Return the last sequence that begins at ``token`` or before it; by bisection."""
+    low, high = tl.cast(0, tl.int32), tl.cast(num_seqs, tl.int32)
+    while low + 1 < high:
+        middle = (low + high) // 2
+        begins_later = tl.load(cu_seqlens + middle) > token
+        low = tl.where(begins_later, low, middle)
+        high = tl.where(begins_later, middle, high)
+    return low

@@ -31,7 +31,7 @@ def _load_token(token, end, tensors, strides, masks):
 
 # Steps differ in their saves and in the alignment of their batch, and a step must not wait for a compilation.
 @triton.jit(
-    do_not_specialize=["num_saves"],
+    do_not_specialize=["num_saves", "max_length"],
     do_not_specialize_on_alignment=["cu_seqlens", "slots", "starts", "save_tokens", "save_slots"],
 )
 def scan_kernel(
@@ -49,6 +49,7 @@ def scan_kernel(
     save_tokens,
     save_slots,
     num_saves,
+    max_length,  # of a sequence that is computed here, in tokens of the step
     input_stride,  # from one token to the next
     key_stride,
     query_stride,
@@ -63,7 +64,7 @@ def scan_kernel(
     head, sequence = tl.program_id(1), tl.program_id(2)
     slot = tl.load(slots + sequence).to(tl.int64)
     first, end = tl.load(cu_seqlens + sequence), tl.load(cu_seqlens + sequence + 1)
-    if slot >= 0 and first < end:
+    if (slot >= 0) & (first < end) & (end - first <= max_length):
         row = tl.program_id(0) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
         column = tl.arange(0, BLOCK_STATE)
         row_mask, column_mask = row < HEAD_DIM, column < STATE_SIZE

@@ -22,7 +22,7 @@ STEPS: list[list[Chunk]] = [[(0, 0, 5)], [(1, 0, 1), (0, 5, 7)], [(0, 7, 8), (1,
 
 def load(path: str, ops: RecurrentOps, monkeypatch: pytest.MonkeyPatch) -> Decoder:
     monkeypatch.setattr(loader, "cpu_kernels_can_run", lambda *_: False)
-    monkeypatch.setattr(loader, "select_recurrent_ops", lambda device: ops)
+    monkeypatch.setattr(loader, "select_recurrent_ops", lambda *_, **__: ops)
     options: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu"), "parallel": TensorParallel()}
     model = loader.load_decoder(path, load_hf_config(path), max_model_len=64, **options)
     assert isinstance(model, Decoder)

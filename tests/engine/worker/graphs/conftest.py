@@ -35,7 +35,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> RecordingDevice:
     recording = RecordingDevice()
     monkeypatch.setattr(torch_ops, "store_kvcache", store_kvcache)
     monkeypatch.setattr(model_shard, "select_backend", lambda *_: TorchAttention())
-    monkeypatch.setattr(loader, "select_recurrent_ops", lambda _: TorchRecurrence(lambda: recording.is_capturing))
+    monkeypatch.setattr(
+        loader, "select_recurrent_ops", lambda *_, **__: TorchRecurrence(lambda: recording.is_capturing)
+    )
     monkeypatch.setattr(step_graphs, "CudaGraphDevice", lambda _: recording)
     monkeypatch.setattr(StepGraphs, "are_used", True)
     return recording
