@@ -42,8 +42,8 @@ class SpeculativeConfig:
             tokens (prompt lookup decoding, A. Saxena, 2023). ``suffix``: those that most often followed the longest
             match of the sequence's end, in its prompt and answer or in earlier answers of the engine (SuffixDecoding,
             Oliaro et al., 2024). ``draft_model``: those that a smaller model samples with the same noise, so that it
-            agrees with the large one where their distributions are alike (Daliri et al., 2024, arXiv 2408.07978); on a
-            CPU. With any of them, the ``prediction`` of a request comes first.
+            agrees with the large one where their distributions are alike (Daliri et al., 2024, arXiv 2408.07978). With
+            any of them, the ``prediction`` of a request comes first.
         num_speculative_tokens: most draft tokens of a sequence in one step, at most 128; with ``suffix`` the default is
             suffix_decoding_max_tree_depth. With ``max_decode_slowdown``, fewer are computed where they do not pay.
         prompt_lookup_max: longest n-gram that is looked up; default 5, or prompt_lookup_min if that is more.

@@ -131,14 +131,26 @@ class SamplingBatch:
         if self._needs_history and (any(map(_num_pending, sequences)) or not self._continues(token_ids)):
             return False
         self._note_tokens(token_ids, lengths)
-        new_ids = to_device(self._last_ids if self._needs_history else [], torch.int64, self._device)
+        self._advance(to_device(self._last_ids if self._needs_history else [], torch.int64, self._device))
+        return True
+
+    def advance_on_device(self, token_ids: torch.Tensor) -> None:
+        """Advance by one step without the sequences, which do not have their new tokens yet.
+
+        The batch can then be advanced in this way only: it no longer is that of its sequences.
+
+        Args:
+            token_ids: the new tokens, int64 [batch_size], on the device; negative ones count as token 0.
+        """
+        self._advance(token_ids.clamp(min=0) if self._needs_history else token_ids[:0])
+
+    def _advance(self, new_ids: torch.Tensor) -> None:
         for logit_filter in self.filters:
             logit_filter.advance(new_ids)
         for chooser in self.choosers:
             chooser.advance()
         if self.beam_min_tokens is not None:
             self.beam_min_tokens.advance(new_ids)
-        return True
 
     def _known_tokens(self) -> dict[Sequence, int]:
         """Return the sequences that still begin with the tokens of the last step, and how many tokens those were.

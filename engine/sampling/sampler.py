@@ -24,7 +24,7 @@ from engine.structured_outputs.bitmask import apply_bitmask
 from kernels.device_copy import wait_for_device
 from kernels.sampling.select import select_sampling_ops
 
-__all__ = ["NO_TOKEN", "Sampler"]
+__all__ = ["NO_TOKEN", "NUM_CANDIDATES", "Sampler", "choose_tokens"]
 
 NUM_CANDIDATES = 1024
 
@@ -73,13 +73,7 @@ class Sampler:
         raw_logprobs = None
         if batch.logprob_indices:
             raw_logprobs = logits.index_select(0, batch.logprob_indices_on_device).log_softmax(dim=1)
-        for logit_filter in batch.filters:
-            logit_filter.apply(logits)
-        if grammar is not None:
-            apply_bitmask(logits, *grammar)  # last, so that no filter can allow a token again
-        tokens = torch.zeros(len(sequences), dtype=torch.int64, device=logits.device)
-        for chooser in batch.choosers:
-            chooser.choose(logits, tokens)
+        tokens = choose_tokens(batch, logits, grammar)
         return PendingTokens(batch, logits, tokens, raw_logprobs, beams)
 
     def sample(
@@ -158,6 +152,25 @@ class Sampler:
             batch = SamplingBatch(sequences, self._vocab_size, self._device, self._num_candidates, batch)
         self._batch = batch
         return batch
+
+
+def choose_tokens(
+    batch: SamplingBatch, logits: torch.Tensor, grammar: tuple[list[int], torch.Tensor] | None
+) -> torch.Tensor:
+    """Return the token of each sequence as the choosers write it, int64 [batch_size], and 0 for beams.
+
+    Args:
+        batch: the parameters.
+        logits, grammar: as of ``Sampler.start``.
+    """
+    for logit_filter in batch.filters:
+        logit_filter.apply(logits)
+    if grammar is not None:
+        apply_bitmask(logits, *grammar)  # last, so that no filter can allow a token again
+    tokens = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+    for chooser in batch.choosers:
+        chooser.choose(logits, tokens)
+    return tokens
 
 
 def _search(logits: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, torch.Tensor] | None:

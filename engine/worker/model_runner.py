@@ -30,6 +30,8 @@ from engine.sampling.sampler import Sampler
 from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput, StepTimes
 from engine.sequence import Sequence, SequenceGroup
 from engine.worker.drafting.cpu_draft_model import CpuDraftModel
+from engine.worker.drafting.gpu_draft_model import GpuDraftModel
+from engine.worker.drafting.prefix_marks import HostPrefixMarks
 from engine.worker.memory import host_pools_for, pools_of_blocks
 from engine.worker.step_planner import StepPlanner
 from engine.worker.step_timer import StepTimer
@@ -164,6 +166,8 @@ class ModelRunner:
         constrained = [index for index, sequence in enumerate(positions) if sequence.grammar is not None]
         masks = self._start_masks([positions[index].grammar for index in constrained]) if constrained else None
         plan = self._planner.plan(output)
+        if isinstance(self.draft_model, GpuDraftModel):
+            self.draft_model.follow(output.block_copies)
         prompts = _PromptLogprobs(self.sampler, output, self.device) if len(plan.prompt_logit_indices) else None
         logits = self.workers.execute(plan, None if prompts is None else prompts.add, self._sampled)
         timer.forward_queued()
@@ -216,15 +220,21 @@ class ModelRunner:
         self.workers.call("capture_graphs")
         return pools
 
-    def _new_draft_model(self) -> CpuDraftModel | None:
-        worker = self.workers.local
-        if worker.shard.draft is None:
+    def _new_draft_model(self) -> CpuDraftModel | GpuDraftModel | None:
+        worker, draft = self.workers.local, self.workers.local.shard.draft
+        if draft is None:
             return None
-        return CpuDraftModel(
-            worker.shard.draft,
-            worker.kv_cache,
-            weight_bytes=worker.shard.weight_bytes,
-            max_pass_tokens=self.config.max_num_batched_tokens,
+        weight_bytes, max_pass_tokens = worker.shard.weight_bytes, self.config.max_num_batched_tokens
+        if worker.draft_passes is None:
+            return CpuDraftModel(draft, worker.kv_cache, weight_bytes=weight_bytes, max_pass_tokens=max_pass_tokens)
+        return GpuDraftModel(
+            draft,
+            worker.draft_passes,
+            HostPrefixMarks(self.pools.num_blocks, self.pools.num_host_blocks, self.block_size),
+            self.block_size,
+            self.device,
+            weight_bytes=weight_bytes,
+            max_pass_tokens=max_pass_tokens,
         )
 
     def _log_capacity(self) -> None:

@@ -22,6 +22,7 @@ from engine.kv.shared_host import HostShare
 from engine.models.decoder.cpu_decoder import CpuDecoder
 from engine.models.tensor_parallel import TensorParallel
 from engine.worker.device import set_rank_threads
+from engine.worker.drafting.draft_passes import DraftPasses
 from engine.worker.memory import gpu_memory_for_cache, host_memory_for_cache, pools_that_fit
 from engine.worker.model_shard import ModelShard
 from engine.worker.step_graphs import StepGraphs
@@ -41,6 +42,7 @@ class ModelWorker:
         shard: the rank's part of the model, which ``load`` loads.
         graphs: the CUDA graphs of small steps.
         kv_cache: the KV cache, after ``allocate``.
+        draft_passes: of the draft model on a GPU, after ``allocate``; None without one.
         block_tables: the block tables of the last plan's batch, after ``allocate``.
         page_maps: the pages that hang on blocks, of each sliding window, after ``allocate``.
 
@@ -58,6 +60,7 @@ class ModelWorker:
         self.rank = rank
         self.shard = ModelShard(config, rank)
         self.graphs = StepGraphs(self.shard)
+        self.draft_passes: DraftPasses | None = None
         self._parallel = TensorParallel()
         self._graph_bytes = 0
 
@@ -143,6 +146,9 @@ class ModelWorker:
             warm_up.run_largest_step()
         warm_up.run_batches(batches)
         self._graph_bytes = self.graphs.measure()
+        if (passes := self._new_draft_passes(self.shard.make_cache(), None)) is not None:
+            self._graph_bytes += passes.capture()
+            del passes
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             if self.rank == 0:
@@ -177,8 +183,19 @@ class ModelWorker:
         self.kv_cache = shard.make_cache(sizes, shares)
         self.block_tables = shard.make_tables(sizes.num_blocks)
         self.page_maps = shard.make_page_maps(self.kv_cache)
+        self.draft_passes = self._new_draft_passes(self.kv_cache, sizes.num_blocks)
+
+    def _new_draft_passes(self, cache: KVCache, num_blocks: int | None) -> DraftPasses | None:
+        """Return the passes of a draft model on a GPU, without graphs."""
+        shard = self.shard
+        if shard.draft is None or shard.device.type == "cpu":
+            return None
+        tables = shard.make_tables(num_blocks)
+        return DraftPasses(shard.draft, shard.draft.part_of(cache), tables, uses_graphs=not self.config.enforce_eager)
 
     def capture_graphs(self) -> None:
         """Capture the graphs of small steps, with the KV cache, block tables and page maps of ``allocate``."""
         use_device(self.shard.device)
         self.graphs.capture(self.kv_cache, self.block_tables, self.page_maps)
+        if (passes := self.draft_passes) is not None and (num_bytes := passes.capture()):
+            logger.info("Draft model: capturing %d CUDA graphs took %.2f GiB", passes.num_graphs, num_bytes / 2**30)

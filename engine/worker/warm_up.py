@@ -9,6 +9,7 @@ import torch
 
 from engine.kv.kv_cache import KVCache
 from engine.sampling.sampler import Sampler
+from engine.worker.drafting.draft_decoder import DraftDecoder
 from engine.worker.model_shard import PROMPT_LOGITS_AT_ONCE, ModelShard
 from engine.worker.step_plan import ModelInput
 from engine.worker.warm_up_steps import largest_step, one_sequence
@@ -35,6 +36,11 @@ class WarmUp:
             for query_len, seq_len in batches:
                 step = one_sequence(query_len, seq_len, block_size=shard.block_size, device=shard.device)
                 shard.forward(_with_windows(step, cache), cache)
+        if (draft := shard.draft) is not None and shard.device.type == "cuda":
+            part = draft.part_of(shard.make_cache())
+            for query_len, seq_len in draft.warm_up_batches(shard.config.max_num_batched_tokens):
+                step = one_sequence(query_len, seq_len, block_size=shard.block_size, device=shard.device)
+                draft.forward(step, part)
 
     def run_largest_step(self) -> None:
         """Run and sample the largest step once, so that torch records the peak of memory that it takes."""
@@ -58,9 +64,27 @@ class WarmUp:
             num_sampled = len(logits)  # after draft tokens too
             del logits
             sampler.warm_up(num_sampled, shard.config.max_logprobs)
+        del hidden
+        if shard.draft is not None:
+            self._run_largest_pass(shard.draft)
         token_ids = torch.full((1,), -1, device=shard.device)
         state_slots = token_ids.int() if shard.page_sizes.slot else None
         take_pending_tokens(token_ids, torch.zeros_like(token_ids), state_slots)
+
+    def _run_largest_pass(self, draft: DraftDecoder) -> None:
+        """Run and sample the largest pass of the draft model, whose peak of memory may be higher."""
+        shard = self._shard
+        model_input = largest_step(
+            replace(shard.config, speculative_config=None),
+            max_model_len=draft.max_len,
+            block_size=shard.block_size,
+            num_prompt_logits=0,
+            device=shard.device,
+        )
+        hidden = draft.forward(model_input, draft.part_of(shard.make_cache()))
+        logits = draft.model.compute_logits(hidden, model_input.logit_indices)
+        assert logits is not None
+        Sampler(draft.shape.vocab_size, shard.device).warm_up_kernels(logits)
 
 
 def _with_windows(step: ModelInput, cache: KVCache) -> ModelInput:

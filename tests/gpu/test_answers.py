@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.checkpoints import keep_layers
 from engine.llm import LLM
+from tests.engine.models.test_speculative_generation import DraftCounter
 from tests.gpu.tiny_checkpoints import ADAPTER, CHECKPOINTS
 from tests.gpu_rehearsal.scenarios import DEMO_MODEL, OPTIONS, PARAMS, SCENARIOS, Scenario, answers, generate
 
@@ -57,3 +59,21 @@ def test_a_family(family: str, tmp_path: Path) -> None:
         llm = LLM(path, **{**options, **WAYS[way], "device": "cuda"})
         for _ in range(2):
             assert answers(generate(llm, SCENARIO)) == on_cpu, way
+
+
+@pytest.mark.parametrize("way", ["graphs", "eager", "one step at a time"])
+@pytest.mark.parametrize("name", ["every parameter", "one at a time", "swapped"])
+def test_a_draft_model_changes_no_answer(
+    name: str, way: str, expected: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32, with seeds, penalties and grammars: drafts of one layer of the demo model, and of all of them."""
+    keep_layers(Path(DEMO_MODEL), tmp_path, 1)
+    for path, is_right in ((str(tmp_path), False), (DEMO_MODEL, True)):
+        drafts = DraftCounter(monkeypatch)
+        config = {"method": "draft_model", "model": path, "num_speculative_tokens": 4}
+        options = {**OPTIONS, **SCENARIOS[name].options, **WAYS[way], "device": "cuda"}
+        llm = LLM(DEMO_MODEL, **options, speculative_config=config, max_decode_slowdown=None)
+        for _ in range(2):
+            assert answers(generate(llm, SCENARIOS[name])) == expected(name)
+        assert drafts.num_drafted > 10
+        assert not is_right or drafts.num_accepted > 0.9 * drafts.num_drafted  # rounding may decide

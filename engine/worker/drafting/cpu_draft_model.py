@@ -23,6 +23,7 @@ from engine.scheduling.drafting.continuations import continuations_of
 from engine.scheduling.drafting.draft_model import ModelDrafts
 from engine.sequence import Sequence
 from engine.structured_outputs.bitmask import fill_bitmask
+from engine.worker.drafting.chunked_draft_model import Chunk, ChunkedDraftModel
 from engine.worker.drafting.draft_decoder import DraftDecoder
 from engine.worker.drafting.prefix_marks import PrefixMarks
 from kernels.attention_metadata import AttentionMetadata, leading_decodes
@@ -30,8 +31,8 @@ from kernels.attention_metadata import AttentionMetadata, leading_decodes
 __all__ = ["CpuDraftModel"]
 
 
-class CpuDraftModel:
-    """A loaded draft model with its part of the KV cache.
+class CpuDraftModel(ChunkedDraftModel):
+    """A draft model on a CPU, whose tokens are known after each pass.
 
     Args:
         decoder: the model, loaded.
@@ -41,35 +42,16 @@ class CpuDraftModel:
     """
 
     def __init__(self, decoder: DraftDecoder, cache: KVCache, *, weight_bytes: int, max_pass_tokens: int) -> None:
-        self._decoder = decoder
-        first = len(cache.layers) - 1 - len(decoder.shape.layer_caches)
-        self._cache = cache.part(first, len(cache.layers) - 1)
-        self._marks = PrefixMarks(cache.layers[-1][0])
+        marks = PrefixMarks(cache.layers[-1][0])
+        sizes = {"weight_bytes": weight_bytes, "max_pass_tokens": max_pass_tokens}
+        super().__init__(decoder, marks, cache.block_size, **sizes)
+        self._cache = decoder.part_of(cache)
         self._sampler = Sampler(decoder.shape.vocab_size, torch.device("cpu"))
-        self._max_pass_tokens = max_pass_tokens
-        self.max_len = decoder.max_len
-        self.share = decoder.model.num_bytes / max(weight_bytes, 1)
-        self.free_tokens = decoder.free_tokens
 
-    def num_computed(self, sequence: Sequence) -> int:
-        """Return the leading tokens of a running sequence that it need not compute again."""
-        return self._marks.num_computed(sequence)
-
-    def fill(self, ends: Mapping[Sequence, int], max_tokens: int | None = None) -> ModelDrafts:
-        """Compute the tokens of sequences that it lacks, up to these of each, as far as one pass computes them."""
-        drafts, chunks, num_left = ModelDrafts(), list[_Chunk](), self._max_pass_tokens
-        if max_tokens is not None:
-            num_left = min(num_left, max_tokens)
-        for sequence, end in ends.items():
-            first = self._marks.num_computed(sequence)  # those that a chunk before this one computes are marked
-            if end > first and num_left:
-                chunks.append(self._chunk(sequence, [], first, min(end, first + num_left)))
-                num_left -= chunks[-1].num_tokens
-        if chunks:
-            started = perf_counter()
-            self._compute(chunks, sampling=())
-            drafts.passes.append((sum(chunk.num_tokens for chunk in chunks), perf_counter() - started))
-        return drafts
+    def _fill(self, chunks: list[Chunk]) -> list[tuple[int, float]]:
+        started = perf_counter()
+        self._compute(chunks, sampling=())
+        return [(sum(chunk.num_tokens for chunk in chunks), perf_counter() - started)]
 
     def draft(self, lengths: Mapping[Sequence, int]) -> ModelDrafts:
         """Compute the tokens that it lacks, and draft up to these numbers of tokens, for which there are blocks."""
@@ -94,24 +76,6 @@ class CpuDraftModel:
             ]
         return drafts
 
-    def _catch_up(self, sequences: list[Sequence]) -> list[tuple[int, float]]:
-        """Compute what the last chunks of all sequences have too much for one pass; return the passes."""
-        passes: list[tuple[int, float]] = []
-        ends = {sequence: sequence.num_tokens - 1 for sequence in sequences}
-        while True:
-            num_tokens = sum(1 + max(0, end - self._marks.num_computed(sequence)) for sequence, end in ends.items())
-            if num_tokens <= self._max_pass_tokens:
-                return passes
-            passes += self.fill(ends, num_tokens - self._max_pass_tokens).passes
-
-    def _last_chunk(self, sequence: Sequence) -> _Chunk:
-        """Return the tokens of a sequence that it lacks, and the last one in any case: the draft follows its logits.
-
-        The blocks may be those of an ended sequence that began with the same tokens, and have all of them.
-        """
-        end = sequence.num_tokens
-        return self._chunk(sequence, [], min(self._marks.num_computed(sequence), end - 1), end)
-
     def _sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[int | None]:
         """Sample as the large model's tokens are sampled; None where no token can be."""
         constrained = [index for index, sequence in enumerate(sequences) if sequence.grammar is not None]
@@ -120,22 +84,7 @@ class CpuDraftModel:
         sampled = self._sampler.sample(logits, sequences, masks)
         return [None if index in sampled.failed else token_id for index, token_id in enumerate(sampled.token_ids)]
 
-    def _chunk(self, sequence: Sequence, draft: list[int], first: int, end: int) -> _Chunk:
-        """Return the tokens from index ``first`` to ``end`` of a sequence and a draft after it, and mark them.
-
-        The marks of a batch are written before it is computed: as every layer writes its keys and values first, a later
-        chunk of the batch may read those of an earlier one.
-        """
-        table = np.array(sequence.block_table, dtype=np.int64)
-        positions = np.arange(first, end)
-        slots = table[positions // self._cache.block_size] * self._cache.block_size
-        slots += positions % self._cache.block_size
-        self._marks.write(sequence, first, draft, slots)
-        num_known = len(sequence.token_ids)
-        token_ids = sequence.token_ids[first:end] + draft[max(first - num_known, 0) : max(end - num_known, 0)]
-        return _Chunk(token_ids, positions, slots, table)
-
-    def _compute(self, chunks: list[_Chunk], sampling: Iterable[int]) -> torch.Tensor | None:
+    def _compute(self, chunks: list[Chunk], sampling: Iterable[int]) -> torch.Tensor | None:
         """Compute chunks; return the logits after those of the indices in ``sampling``, in their order."""
         order = sorted(range(len(chunks)), key=lambda index: chunks[index].num_tokens > 1)  # decodes come first
         packed = [chunks[index] for index in order]
@@ -150,12 +99,13 @@ class CpuDraftModel:
             torch.from_numpy(last[list(sampling)]),
         )
 
-    def _metadata(self, chunks: list[_Chunk], ends: npt.NDArray[np.int64]) -> AttentionMetadata:
+    def _metadata(self, chunks: list[Chunk], ends: npt.NDArray[np.int64]) -> AttentionMetadata:
         lengths, seq_lens = [chunk.num_tokens for chunk in chunks], [chunk.seq_len for chunk in chunks]
         width = -(-max(seq_lens) // self._cache.block_size)
         tables = np.full((len(chunks), width), -1, dtype=np.int32)
         for row, chunk in zip(tables, chunks, strict=True):
-            row[: len(chunk.table)] = chunk.table[:width]
+            held = chunk.block_table[:width]
+            row[: len(held)] = held
         return AttentionMetadata(
             slot_mapping=torch.from_numpy(np.concatenate([chunk.slots for chunk in chunks])),
             cu_seqlens_q=torch.from_numpy(np.concatenate(([0], ends)).astype(np.int32)),
@@ -188,21 +138,3 @@ class _Growing:
         self.token_ids.append(token_id)
         (self.last,) = continued
         return True
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """Some tokens of a sequence that a pass computes."""
-
-    token_ids: list[int]
-    positions: npt.NDArray[np.int64]
-    slots: npt.NDArray[np.int64]
-    table: npt.NDArray[np.int64]  # the sequence's blocks
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids)
-
-    @property
-    def seq_len(self) -> int:
-        return int(self.positions[-1]) + 1

@@ -13,7 +13,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.kv.kv_cache import CachedLayers
+from engine.kv.kv_cache import CachedLayers, KVCache
 from engine.kv.layer_cache import LayerCache, PrefixMark, State, joined, without_windows
 from engine.models.config.files.hf_config import load_hf_config
 from engine.models.config.files.vocabulary import require_same_vocabulary
@@ -25,9 +25,11 @@ from engine.models.decoder.forward_context import ForwardContext
 from engine.models.decoder.loader import load_decoder
 from engine.models.tensor_parallel import TensorParallel
 from engine.options.speculative_config import SpeculativeConfig
-from kernels.attention.base import AttentionBackend
+from engine.worker.step_plan import ModelInput
+from kernels.attention.base import AttentionBackend, StepLimits
 from kernels.attention.select import select_backend
 from kernels.attention_metadata import AttentionMetadata
+from kernels.linear.registry import quantization_devices
 
 __all__ = ["DraftDecoder"]
 
@@ -35,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class DraftDecoder:
-    """A draft model on a CPU. The constructor checks it against the large model, and loads no weights.
+    """A draft model. The constructor checks it against the large model, and loads no weights.
 
     Args:
         config: the engine's options, with the draft model in ``speculative_config``.
@@ -70,10 +72,6 @@ class DraftDecoder:
         assert options.model is not None
         self._path, self._quantization = options.model, options.quantization
         self.dtype, self._device, self._show_progress = dtype, device, config.use_tqdm_on_load
-        if device.type != "cpu":
-            raise _refused(
-                "draft_model", f"runs on cpu, and the device is {device}", "choose ngram or suffix", "method"
-            )
         self.hf_config = load_hf_config(self._path)
         self.shape = ModelConfig.from_hf(self.hf_config)
         self._check(config, target)
@@ -88,6 +86,13 @@ class DraftDecoder:
                 f"has a vocabulary of {self.shape.vocab_size} tokens, and that of '{config.model}' has "
                 f"{target.vocab_size}",
                 "give a draft model with the same vocabulary",
+            )
+        if self._device.type not in (devices := quantization_devices(self._quantization)):
+            raise _refused(
+                str(self._quantization),
+                f"runs on {' and '.join(devices)}, and the device is {self._device}",
+                "leave it out",
+                "quantization",
             )
         if not config.skip_tokenizer_init:
             require_same_vocabulary(config.model, self._path)
@@ -128,17 +133,41 @@ class DraftDecoder:
         logger.info("Draft model: loading took %.2f MiB and %.2f seconds", size, perf_counter() - started)
 
     def joined_with(self, layers: tuple[LayerCache, ...]) -> tuple[LayerCache, ...]:
-        """Return what the large model caches, then what this one caches of the same tokens, then its marks.
+        """Return what the large model caches, then what this one caches of the same tokens, then its marks on a CPU.
 
         Of windows all tokens are kept. Those that a window has passed are freed with the large model's, at other times
-        than this one computes.
+        than this one computes. On a GPU the marks are a table on the host.
         """
-        return (*joined(layers, without_windows(self.shape.layer_caches)), PrefixMark(self.dtype.itemsize))
+        marks = (PrefixMark(self.dtype.itemsize),) if self._device.type == "cpu" else ()
+        return (*joined(layers, without_windows(self.shape.layer_caches)), *marks)
+
+    def part_of(self, cache: KVCache) -> CachedLayers:
+        """Return this model's part of a cache of both models."""
+        end = len(cache.layers) - (self._device.type == "cpu")
+        return cache.part(end - len(self.shape.layer_caches), end)
 
     @property
     def free_tokens(self) -> int | None:
         """As of ModelShard."""
         return self.model.free_tokens if isinstance(self.model, CpuDecoder) else None
+
+    def warm_up_batches(self, max_num_batched_tokens: int) -> list[tuple[int, int]]:
+        """Return the batches of one sequence, as (query_len, seq_len), after which no pass compiles a kernel."""
+        return self.backend.warm_up_batches(
+            StepLimits(
+                dtype=self.dtype,
+                device=self._device,
+                windows=self.model.attention.windows,
+                max_query_len=min(max_num_batched_tokens, self.max_len),
+                max_seq_len=self.max_len,
+            )
+        )
+
+    def forward(self, model_input: ModelInput, cache: CachedLayers) -> torch.Tensor:
+        """Return the hidden states [num_tokens, hidden_size] of a batch, whose keys and values go to ``cache``."""
+        context = ForwardContext(self.backend, model_input.metadata, cache)
+        hidden: torch.Tensor = self.model(model_input.token_ids, model_input.positions, context)
+        return hidden
 
     @torch.inference_mode()
     def compute(

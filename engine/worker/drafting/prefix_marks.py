@@ -19,9 +19,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.kv.page_copies import PageCopies
 from engine.sequence import Sequence
 
-__all__ = ["PrefixMarks"]
+__all__ = ["HostPrefixMarks", "PrefixMarks"]
 
 _BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that its powers never become zero
 _LEAST_LENGTH = 256  # of the tables: they grow by doubling
@@ -79,6 +80,34 @@ class PrefixMarks:
         terms = (np.array(token_ids, dtype=np.uint64) + np.uint64(1)) * self._powers[first:end]
         terms[:1] += known[-1:].sum(dtype=np.uint64)  # of an array, since a number would warn that it wraps around
         return np.cumsum(terms, dtype=np.uint64)
+
+
+class HostPrefixMarks(PrefixMarks):
+    """The marks of a KV cache that is on a GPU, where the host cannot read them without waiting.
+
+    They are a table on the host instead, which follows the copies of blocks. Pages that come from a disk or from
+    another replica bring no marks: the draft model computes their tokens again when it needs them.
+
+    Args:
+        num_blocks: of the device.
+        num_host_blocks: of the host pool.
+        block_size: tokens per block.
+    """
+
+    def __init__(self, num_blocks: int, num_host_blocks: int, block_size: int) -> None:
+        super().__init__(torch.zeros(num_blocks, block_size, 1, dtype=torch.int64))
+        self._on_host: _Hashes = np.zeros((num_host_blocks, block_size), dtype=np.uint64)
+
+    def follow(self, copies: PageCopies) -> None:
+        """Copy the marks as a step copies the blocks."""
+        for pairs, target, source in (
+            (copies.swap_out, self._on_host, self._marks),
+            (copies.swap_in, self._marks, self._on_host),
+            (copies.on_device, self._marks, self._marks),
+        ):
+            if pairs:
+                sources, targets = map(list, zip(*pairs, strict=True))
+                target[targets] = source[sources]  # numpy reads all of them first
 
 
 class _Chain:

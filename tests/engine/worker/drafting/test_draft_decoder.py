@@ -58,12 +58,16 @@ def test_recurrent_layers_are_refused(qwen3: SavedModel, tmp_path: Path) -> None
     assert "has recurrent layers" in refusal(target, path)
 
 
-def test_a_gpu_is_refused(qwen3: SavedModel) -> None:
-    config = EngineConfig(model=qwen3.path, speculative_config=speculation(qwen3.path), skip_tokenizer_init=True)
+def test_a_quantization_that_the_device_lacks_is_refused(qwen3: SavedModel) -> None:
+    config = EngineConfig(
+        model=qwen3.path, speculative_config=speculation(qwen3.path, quantization="int8"), skip_tokenizer_init=True
+    )
     assert config.speculation is not None
     target = ModelConfig.from_hf(load_hf_config(qwen3.path))
     sizes: dict[str, Any] = {"dtype": torch.bfloat16, "max_model_len": 64, "block_size": 16}
-    with pytest.raises(ConfigError, match=r"method='draft_model' runs on cpu, and the device is cuda:0; choose ngram"):
+    with pytest.raises(
+        ConfigError, match=r"speculative_config.quantization='int8' runs on cpu, and the device is cuda"
+    ):
         DraftDecoder(config, config.speculation, target, device=torch.device("cuda:0"), **sizes)
 
 

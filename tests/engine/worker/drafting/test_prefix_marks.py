@@ -10,10 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.kv.page_copies import PageCopies
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence, SequenceGroup
-from engine.worker.drafting.prefix_marks import PrefixMarks
+from engine.worker.drafting.prefix_marks import HostPrefixMarks, PrefixMarks
 
 BLOCK_SIZE = 4
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=30)
@@ -79,3 +80,20 @@ def test_only_the_blocks_of_the_table_count() -> None:
     assert marks.num_computed(sequence) == 8
     sequence.block_table = [0, 3, 2]
     assert marks.num_computed(sequence) == 4
+
+
+def test_marks_on_the_host_follow_the_copies_of_a_step() -> None:
+    """Out of the device before into it, and those on the device as if all at the same time."""
+    tokens = list(range(5, 5 + 2 * BLOCK_SIZE))
+    marks = HostPrefixMarks(6, 3, BLOCK_SIZE)
+
+    def num_computed(table: list[int]) -> int:
+        return marks.num_computed(make_sequence(tokens, table))
+
+    marks.write(make_sequence(tokens, [0, 1]), 0, [], slots([0, 1], 0, len(tokens)))
+    marks.follow(PageCopies(on_device=[(0, 1), (1, 0)]))
+    assert (num_computed([1, 0]), num_computed([0, 1])) == (8, 0)
+    marks.follow(PageCopies(swap_out=[(1, 2), (0, 0)], swap_in=[(2, 0), (0, 5)]))
+    assert (num_computed([0, 5]), num_computed([1, 0])) == (8, 4)
+    marks.follow(PageCopies(swap_in=[(1, 5)]))  # a page that came without marks
+    assert num_computed([0, 5]) == 4
