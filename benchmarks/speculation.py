@@ -1,12 +1,15 @@
 """Draft tokens: the speed of decoding with them as a ratio to that without, in the same run on the same engine.
 
     python -m benchmarks.speculation --model DIR --out result.json
+    python -m benchmarks.speculation --model DIR --draft-model SMALLER --out result.json
 
 Workloads, each at several numbers of streams:
 
 - ``edit``: the request has a ``prediction``, which is its answer with one token in ten replaced.
 - ``planted 90%``, ``70%`` and ``50%``: a proposer that knows the answer, and is wrong with the rest of probability.
 - ``random``: prompts of random tokens at temperature 1, with prompt lookup: hardly a draft is right.
+- with ``--draft-model`` instead ``draft model 90%``, ``80%``, ``70%`` and ``50%``: it computes the drafts, and each of
+  their tokens is wrong with the rest of probability (planted_drafts.py).
 
 A checkpoint with random weights repeats nothing on purpose, so that what the drafts are is planted, and what they gain
 is measured. Each repetition decodes the same requests without drafts and with them; the ratio is the median of the
@@ -19,31 +22,36 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+from collections.abc import Iterable
 from collections.abc import Sequence as GenericSequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter, process_time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks.engine_options import add_engine_arguments, engine_options
 from benchmarks.machine import describe
+from benchmarks.planted_drafts import PlantedDraftModel, biased_requests
 from benchmarks.result_file import write_result
 from deployments.cli.bench.prompts import VOCABULARY
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.observability.observer import EngineObserver
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.drafting.drafter import Drafter
 from engine.scheduling.drafting.proposer import Proposer
+from engine.scheduling.scheduler_output import SchedulerOutput, StepTimes
 from engine.sequence import Sequence
 
-__all__ = ["Gain", "measure"]
+__all__ = ["DRAFT_MODEL", "WORKLOADS", "Gain", "measure"]
 
 PROMPT_TOKENS, EDITED_EVERY = 64, 10
 PLANTED = {"planted 90%": 0.9, "planted 70%": 0.7, "planted 50%": 0.5}
 WORKLOADS = ("edit", *PLANTED, "random")
+DRAFT_MODEL = {f"draft model {percent}%": percent / 100 for percent in (90, 80, 70, 50)}
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,9 @@ class Gain:
     cpu_ratio: float  # of tokens in a second of CPU time
     drafted: int
     accepted: int
+    off_cpu_ms: float  # of the process, for a token
+    on_cpu_ms: float
+    draft_ms: float  # that the draft model took of a step with drafts, its median; 0 without one
 
 
 class _Speed(NamedTuple):
@@ -79,19 +90,18 @@ class PlantedProposer(Proposer):
         return [token_id if self._rng.random() < self._rate else token_id ^ 1 for token_id in right]
 
 
-class _Counting:
-    """Counts the draft tokens of an engine."""
+class _Counting(EngineObserver):
+    """Counts draft tokens, and the time that steps with drafts spent on a draft model."""
 
-    def __init__(self, drafter: Drafter) -> None:
+    def __init__(self) -> None:
         self.drafted = self.accepted = 0
-        record_outcome = drafter.acceptance.record_outcome
+        self.seconds: list[float] = []
 
-        def counting(sequence: Sequence, num_accepted: int, num_drafted: int) -> None:
-            self.drafted += num_drafted
-            self.accepted += num_accepted
-            record_outcome(sequence, num_accepted, num_drafted)
-
-        drafter.acceptance.record_outcome = counting  # type: ignore[method-assign]
+    def step_finished(self, output: SchedulerOutput, updated: Iterable[Sequence], times: StepTimes) -> None:
+        self.drafted += output.num_draft_tokens
+        self.accepted += sum(output.num_accepted.values())
+        if output.drafts:
+            self.seconds.append(times.draft)
 
 
 def measure(engine: Engine, workload: str, streams: int, num_tokens: int, repeats: int) -> Gain:
@@ -109,22 +119,34 @@ def measure(engine: Engine, workload: str, streams: int, num_tokens: int, repeat
     """
     drafter = engine.scheduler.drafter
     assert drafter is not None
-    requests = _requests(workload, streams, num_tokens)
+    requests = _requests(workload, streams, num_tokens, engine.info.vocab_size)
     answers, _ = _decode(engine, requests, None)
     if workload == "edit":
         requests = [_with_prediction(request, answers[request.request_id]) for request in requests]
     known: dict[str, Proposer] = drafter.proposers
+    model = None if drafter.model is None else drafter.model.model
     if (rate := PLANTED.get(workload)) is not None:
         drafter.proposers = {"planted": PlantedProposer(answers, rate)}
-    counts = _Counting(drafter)
+    if (rate := DRAFT_MODEL.get(workload)) is not None:
+        assert drafter.model is not None, "the engine has no draft model"
+        drafter.model.model = PlantedDraftModel(drafter.model.model, rate)
+    counts = _Counting()
+    engine.observers.members.append(counts)
     speeds: list[tuple[_Speed, _Speed]] = []
     for _ in range(repeats):
         _, off = _decode(engine, requests, None)
-        same, on = _decode(engine, requests, drafter)
+        same, on = _decode(engine, requests, drafter, from_start=workload in DRAFT_MODEL)
         if same != answers:
             raise RuntimeError(f"an answer of {workload!r} with drafts is another one than without")
         speeds.append((off, on))
+    engine.observers.members.remove(counts)
     engine.scheduler.drafter, drafter.proposers = drafter, known
+    if drafter.model is not None and model is not None:
+        drafter.model.model = model
+    return _gain(workload, streams, speeds, counts)
+
+
+def _gain(workload: str, streams: int, speeds: list[tuple[_Speed, _Speed]], counts: _Counting) -> Gain:
     return Gain(
         workload,
         streams,
@@ -132,13 +154,18 @@ def measure(engine: Engine, workload: str, streams: int, num_tokens: int, repeat
         round(statistics.median(on.per_s for _, on in speeds), 2),
         round(statistics.median(on.per_s / off.per_s for off, on in speeds), 3),
         round(statistics.median(on.per_cpu_s / off.per_cpu_s for off, on in speeds), 3),
-        counts.drafted // repeats,
-        counts.accepted // repeats,
+        counts.drafted // len(speeds),
+        counts.accepted // len(speeds),
+        round(statistics.median(1e3 / off.per_cpu_s for off, _ in speeds), 3),
+        round(statistics.median(1e3 / on.per_cpu_s for _, on in speeds), 3),
+        round(statistics.median([1e3 * seconds for seconds in counts.seconds] or [0.0]), 3),
     )
 
 
-def _requests(workload: str, streams: int, num_tokens: int) -> list[EngineRequest]:
+def _requests(workload: str, streams: int, num_tokens: int, vocab_size: int) -> list[EngineRequest]:
     """Return requests with prompts of random tokens."""
+    if workload in DRAFT_MODEL:
+        return biased_requests(streams, PROMPT_TOKENS, num_tokens, vocab_size)
     rng = random.Random(streams)
     drawn = workload == "random"
     return [
@@ -160,10 +187,14 @@ def _with_prediction(request: EngineRequest, answer: GenericSequence[int]) -> En
 
 
 def _decode(
-    engine: Engine, requests: GenericSequence[EngineRequest], drafter: Drafter | None
+    engine: Engine, requests: GenericSequence[EngineRequest], drafter: Drafter | None, *, from_start: bool = False
 ) -> tuple[dict[str, list[int]], _Speed]:
-    """Return the answers, and the speed after all have their first token."""
-    engine.scheduler.drafter = None
+    """Return the answers, and the speed after all have their first token.
+
+    Args:
+        from_start: whether there are drafts before that too, so that a draft model follows the prompts.
+    """
+    engine.scheduler.drafter = drafter if from_start else None
     answers: dict[str, list[int]] = {request.request_id: [] for request in requests}
 
     def step() -> None:
@@ -186,27 +217,34 @@ def main(arguments: GenericSequence[str] | None = None) -> None:
     """Measure all workloads, and write them to a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_engine_arguments(parser)
-    parser.add_argument("--workloads", nargs="+", default=WORKLOADS, choices=WORKLOADS)
+    parser.add_argument("--draft-model", help="directory of a checkpoint with the same vocabulary")
+    parser.add_argument("--workloads", nargs="+", choices=(*WORKLOADS, *DRAFT_MODEL), help="default: all that can be")
     parser.add_argument("--streams", nargs="+", type=int, default=[1, 16])
     parser.add_argument("--tokens", type=int, default=128, help="of each answer")
     parser.add_argument("--draft-tokens", type=int, default=8, help="num_speculative_tokens")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
+    method = {"method": "ngram"}
+    if options.draft_model:
+        method = {"method": "draft_model", "model": options.draft_model}
     config = EngineConfig.from_options(
         options.model,
         engine_options(options)
-        | {"speculative_config": {"method": "ngram", "num_speculative_tokens": options.draft_tokens}}
+        | {"speculative_config": {**method, "num_speculative_tokens": options.draft_tokens}}
         | {"enable_prefix_caching": False},
     )
     engine = Engine.from_config(config)
     gains = []
     for streams in options.streams:
-        for workload in options.workloads:
+        for workload in options.workloads or (DRAFT_MODEL if options.draft_model else WORKLOADS):
             gain = measure(engine, workload, streams, options.tokens, options.repeats)
             print(gain, flush=True)
             gains.append(asdict(gain))
-            document = {"machine": describe(torch.device(engine.info.device)), "model": Path(options.model).name}
+            document: dict[str, Any] = {"machine": describe(torch.device(engine.info.device))}
+            document["model"] = Path(options.model).name
+            if (model := engine.runner.draft_model) is not None:
+                document |= {"draft_model": Path(options.draft_model).name, "share_of_bytes": round(model.share, 3)}
             sizes = {"tokens": options.tokens, "draft_tokens": options.draft_tokens, "repeats": options.repeats}
             write_result(options.out, document | sizes | {"dtype": engine.info.dtype, "results": gains})
     engine.close()

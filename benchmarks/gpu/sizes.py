@@ -73,6 +73,7 @@ class Sizes:
         attention: (num_heads, num_kv_heads, head_dim) of the attention kernels' checks.
         context: longest context of those checks.
         timed_attention: (sequences, context) of timed decode attention.
+        speculation: numbers of streams, and tokens of each answer, that are decoded with the drafts of a smaller model.
         offline: nano-vllm's benchmark.
         options: the workload that compares engine options.
         peer: the workload that is run with transformers too.
@@ -96,6 +97,7 @@ class Sizes:
     attention: tuple[tuple[int, int, int], ...]
     context: int
     timed_attention: tuple[tuple[int, int], ...]
+    speculation: tuple[tuple[int, ...], int]
     offline: TokenLengths
     options: TokenLengths
     peer: TokenLengths
@@ -120,6 +122,7 @@ FULL = Sizes(
     attention=((16, 8, 128), (32, 8, 128)),
     context=32768,
     timed_attention=((1, 1024), (1, 32768), (16, 1024), (16, 8192), (64, 1024), (256, 1024)),
+    speculation=((1, 4, 16), 192),
     offline=TokenLengths(256, (100, 1024), (100, 1024)),
     options=TokenLengths(64, (256, 512), (64, 128)),
     peer=TokenLengths(64, (100, 512), (64, 256)),
@@ -143,6 +146,7 @@ TINY = Sizes(
     attention=((4, 2, 16),),
     context=512,
     timed_attention=((1, 64), (4, 32)),
+    speculation=((1, 2), 16),
     offline=TokenLengths(8, (8, 24), (8, 24)),
     options=TokenLengths(4, (16, 32), (4, 8)),
     peer=TokenLengths(3, (8, 16), (4, 8)),

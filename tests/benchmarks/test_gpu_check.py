@@ -25,7 +25,7 @@ from benchmarks.gpu.kernel_groups import KernelTime, busy_us, group_of, table
 from benchmarks.gpu.paged_batch import PADDING, HeadShape, chunked_reference, make_inputs, worst_error
 from benchmarks.gpu.part import PartResults, read_results
 from benchmarks.gpu.part_run import PartRun
-from benchmarks.gpu.parts import attention, checkpoint, offline
+from benchmarks.gpu.parts import attention, checkpoint, offline, speculation
 from benchmarks.gpu.profile import _read
 from benchmarks.gpu.sizes import FULL
 from benchmarks.gpu.token_model import Judge, make_prompts, save_model
@@ -335,3 +335,19 @@ def test_the_profilers_events_become_kernels_and_host_calls() -> None:
     assert [kernel.range for kernel in profile.kernels] == ["norm", "rotary", None, None]
     assert profile.kernels[1] == KernelTime("elementwise", 15, 22, "rotary")
     assert profile.host_calls == {"cudaLaunchKernel": 1}
+
+
+@pytest.mark.long
+def test_drafts_of_a_smaller_model_are_measured_at_each_acceptance(part: PartRun) -> None:
+    for name in ("0.6b", "8b"):
+        checkpoint.run(part, name)
+    speculation.run(part, "8b", "0.6b")
+    figures, faults = outcome(part)
+    assert not faults
+    assert figures["share_of_bytes"] == 1.0  # tiny models of one shape
+    gains = [value for name, value in figures.items() if " streams, " in name]
+    assert [(gain["streams"], gain["workload"]) for gain in gains] == [
+        (streams, f"draft model {percent}%") for streams in (1, 2) for percent in (90, 80, 70, 50)
+    ]
+    assert all(gain["off_tokens_per_s"] > 0 < gain["on_tokens_per_s"] for gain in gains)
+    assert len(figures["summary"]) == len(gains)

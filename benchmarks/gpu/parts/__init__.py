@@ -60,6 +60,8 @@ FIGURES: tuple[Part, ...] = (
     _part("prefill_0.6b",     "prefill:run",                    12,  50, "limits checkpoint_0.6b", model="0.6b"),
     _part("step_time_0.6b",   "step_time:run",                  20,  80, "checkpoint_0.6b", model="0.6b"),
     _part("step_time_8b",     "step_time:run",                  30,  80, "checkpoint_8b", model="8b"),
+    _part("speculation_8b",   "speculation:run",                60, 120, "checkpoint_0.6b checkpoint_8b",
+          model="8b", draft="0.6b"),
     _part("attention_speed",  "attention_speed:run",            20,  70, "limits"),
     _part("checkpoint_moe",   "checkpoint:run",                  9,  60, model="moe"),
     _part("decode_moe",       "decode:run",                     20,  80, "limits checkpoint_moe", model="moe"),

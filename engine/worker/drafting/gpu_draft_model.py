@@ -11,7 +11,7 @@ the host knows which tokens may come next.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -68,8 +68,12 @@ class GpuDraftModel(ChunkedDraftModel):
         """Queue a pass. Nobody waits for it, so its time is not known."""
         use_device(self._device)
         chunks = sorted(chunks, key=lambda chunk: chunk.num_tokens > 1)
-        self._passes.begin([chunk.block_table for chunk in chunks], [len(chunk.block_table) for chunk in chunks])
-        self._passes.compute(PassTokens.of(chunks), last=False)
+        try:
+            self._passes.begin([chunk.block_table for chunk in chunks], [len(chunk.block_table) for chunk in chunks])
+            self._passes.compute(PassTokens.of(chunks), last=False)
+        except BaseException:  # an interrupted offline engine may continue
+            self._passes.forget()
+            raise
         return []
 
     @torch.inference_mode()
@@ -80,27 +84,29 @@ class GpuDraftModel(ChunkedDraftModel):
         wanted = [sequence for sequence, length in lengths.items() if length > 0][: self._max_pass_tokens]
         if not wanted:
             return drafts
+        clock = _PassClock(self._device)
         try:
             self._catch_up(wanted)
             chunks = sorted(
                 ((sequence, self._last_chunk(sequence)) for sequence in wanted), key=lambda item: item[1].num_tokens > 1
             )
             growing = [_Growing(sequence, lengths[sequence], self._block_size) for sequence, _ in chunks]
-            self._grow(growing, [chunk for _, chunk in chunks], drafts)
+            self._grow(growing, [chunk for _, chunk in chunks], drafts, clock)
         except BaseException:  # an interrupted offline engine may continue
             self._passes.forget()
             raise
         return drafts
 
-    def _grow(self, growing: list[_Growing], chunks: list[Chunk], drafts: ModelDrafts) -> None:
+    def _grow(self, growing: list[_Growing], chunks: list[Chunk], drafts: ModelDrafts, clock: _PassClock) -> None:
         """Draft for sequences after these chunks of them."""
         sequences = [draft.sequence for draft in growing]
         self._passes.begin([sequence.block_table for sequence in sequences], [draft.num_kept for draft in growing])
         sampler = DraftSampler(sequences, self._decoder.shape.vocab_size, self._device)
-        constraint, clock = _Constraint(sequences), _PassClock(self._device)
+        constraint = _Constraint(sequences)
         tokens: torch.Tensor | None = None
         sampled: list[torch.Tensor] = []
         batch = PassTokens.of(chunks)
+        clock.first_pass()
         for index in range(max(draft.length for draft in growing)):
             if index:
                 if constraint.is_active:
@@ -193,34 +199,35 @@ class _Constraint:
                 del self._grammars[index]
 
 
-class _Mark(NamedTuple):
-    """The end of a pass on the device."""
-
-    num_tokens: int
-    event: torch.cuda.Event
-
-
 class _PassClock:
-    """Measures passes on the device, from its construction on."""
+    """Measures passes on the device. What comes before the first one, since the construction, is shared among all."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._marks = [_Mark(0, self._event())]
+        self._started = self._event()
+        self._ends: list[torch.cuda.Event] = []
+        self._num_tokens: list[int] = []
 
     def _event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
+    def first_pass(self) -> None:
+        """Note that the first pass begins."""
+        self._ends.append(self._event())
+
     def pass_queued(self, num_tokens: int) -> None:
         """Note the end of a pass, its sampling and copies to the host included."""
-        self._marks.append(_Mark(num_tokens, self._event()))
+        self._ends.append(self._event())
+        self._num_tokens.append(num_tokens)
 
     def wait(self) -> None:
         """Wait for the end of the last pass."""
-        wait_for_device(self._device, self._marks[-1].event)
+        wait_for_device(self._device, self._ends[-1])
 
     def passes(self) -> list[tuple[int, float]]:
         """Return the tokens and seconds of each pass; the device must be done with all of them."""
-        pairs = zip(self._marks, self._marks[1:], strict=False)
-        return [(end.num_tokens, start.event.elapsed_time(end.event) / 1e3) for start, end in pairs]
+        share = self._started.elapsed_time(self._ends[0]) / len(self._num_tokens)
+        seconds = [(share + start.elapsed_time(end)) / 1e3 for start, end in pairwise(self._ends)]
+        return list(zip(self._num_tokens, seconds, strict=True))
