@@ -60,8 +60,6 @@ FIGURES: tuple[Part, ...] = (
     _part("prefill_0.6b",     "prefill:run",                    12,  50, "limits checkpoint_0.6b", model="0.6b"),
     _part("step_time_0.6b",   "step_time:run",                  20,  80, "checkpoint_0.6b", model="0.6b"),
     _part("step_time_8b",     "step_time:run",                  30,  80, "checkpoint_8b", model="8b"),
-    _part("speculation_8b",   "speculation:run",                60, 120, "checkpoint_0.6b checkpoint_8b",
-          model="8b", draft="0.6b"),
     _part("attention_speed",  "attention_speed:run",            20,  70, "limits"),
     _part("checkpoint_moe",   "checkpoint:run",                  9,  60, model="moe"),
     _part("decode_moe",       "decode:run",                     20,  80, "limits checkpoint_moe", model="moe"),
@@ -69,6 +67,8 @@ FIGURES: tuple[Part, ...] = (
     _part("step_time_moe",    "step_time:run",                  20,  80, "checkpoint_moe", model="moe"),
 )  # fmt: skip
 TUNING: tuple[Part, ...] = (
+    _part("speculation_8b",   "speculation:run",                60, 120, "checkpoint_0.6b checkpoint_8b",
+          model="8b", draft="0.6b"),
     _part("tune_prefill",     "tune:attention_of",              40, 120, kind="prefill"),
     _part("tune_decode",      "tune:attention_of",              80, 150, kind="decode"),
     _part("tune_experts",     "tune:experts_of",                25, 100, model="moe"),
