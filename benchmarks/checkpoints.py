@@ -1,6 +1,7 @@
 """Writes checkpoints with random weights, so that benchmarks need no download.
 
     python -m benchmarks.checkpoints DIR                    # the shape of Qwen3-0.6B, bfloat16, 1.2 GB
+    python -m benchmarks.checkpoints DIR --shape qwen3-0.13b   # half as wide and deep: to draft for it, 0.27 GB
     python -m benchmarks.checkpoints DIR --shape qwen3-moe-3b  # 80 experts, 8 for each token, 6 GB
     python -m benchmarks.checkpoints DIR --shape qwen3.5-0.8b  # Gated DeltaNet, 1.5 GB
     python -m benchmarks.checkpoints DIR --shape gemma-4-e2b   # shared keys and values, embeddings of layers, 9 GB
@@ -42,6 +43,13 @@ _QWEN3_0_6B: dict[str, Any] = {
     "vocab_size": 151936,
     "max_position_embeddings": 40960,
 }
+_NARROW = {  # a draft model of Qwen3-0.6B, with 22% of its bytes
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 14,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
 _EXPERTS = {
     "model_type": "qwen3_moe",
     "moe_intermediate_size": 384,
@@ -51,6 +59,7 @@ _EXPERTS = {
 }
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": _QWEN3_0_6B,
+    "qwen3-0.13b": _QWEN3_0_6B | _NARROW,
     "qwen3-moe-3b": _QWEN3_0_6B | _EXPERTS,
     "qwen3.5-0.8b": {
         "model_type": "qwen3_5_text",

@@ -114,6 +114,7 @@ class ChunkedDraftModel(ABC):
 
 
 def slots_of(block_table: list[int], positions: npt.NDArray[np.int64], block_size: int) -> npt.NDArray[np.int64]:
-    """Return the slots of the KV cache of a sequence's tokens at these positions."""
-    table = np.array(block_table, dtype=np.int64)
-    return table[positions // block_size] * block_size + positions % block_size
+    """Return the slots of the KV cache of a sequence's tokens at these positions, which are consecutive."""
+    first, last = int(positions[0]) // block_size, int(positions[-1]) // block_size
+    held = np.array(block_table[first : last + 1], dtype=np.int64)
+    return held[positions // block_size - first] * block_size + positions % block_size

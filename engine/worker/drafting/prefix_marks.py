@@ -43,11 +43,21 @@ class PrefixMarks:
         self._chains: WeakKeyDictionary[Sequence, _Chain] = WeakKeyDictionary()
 
     def num_computed(self, sequence: Sequence) -> int:
-        """Return how many leading tokens of a sequence have keys and values of the draft model in its blocks."""
-        hashes = self._hashes(sequence)
-        pages = self._marks[sequence.block_table].reshape(-1)[: len(hashes)]
-        is_same = pages == hashes[: len(pages)]
-        return len(is_same) if is_same.all() else int(is_same.argmin())
+        """Return how many leading tokens of a sequence have keys and values of the draft model in its blocks.
+
+        Those of the last call are not compared again while the sequence has the same table: what the blocks of a
+        running sequence hold of its known tokens changes only with another table.
+        """
+        hashes, table = self._hashes(sequence), sequence.block_table
+        chain = self._chains[sequence]
+        if chain.table is not table:
+            chain.table, chain.num_computed = table, 0
+        first_block = chain.num_computed // self._marks.shape[1]
+        start = first_block * self._marks.shape[1]
+        pages = self._marks[table[first_block:]].reshape(-1)[: len(hashes) - start]
+        is_same = pages == hashes[start : start + len(pages)]
+        chain.num_computed = start + (len(is_same) if is_same.all() else int(is_same.argmin()))
+        return chain.num_computed
 
     def write(self, sequence: Sequence, first: int, draft: GenericSequence[int], slots: npt.NDArray[np.int64]) -> None:
         """Mark tokens as computed.
@@ -111,9 +121,16 @@ class HostPrefixMarks(PrefixMarks):
 
 
 class _Chain:
-    """The hashes of one sequence so far."""
+    """The hashes of one sequence so far.
+
+    Attributes:
+        table: its block table when its marks were last compared.
+        num_computed: how many of its tokens were found computed then.
+    """
 
     def __init__(self) -> None:
+        self.table: list[int] | None = None
+        self.num_computed = 0
         self.hashes: _Hashes = np.empty(_LEAST_LENGTH, dtype=np.uint64)
         self.length = 0
 
