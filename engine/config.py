@@ -65,6 +65,8 @@ class EngineConfig:
     Attributes:
         model: directory of a Hugging Face checkpoint (config.json, safetensors, tokenizer), or a GGUF file.
         dtype: of weights and KV cache; ``auto`` takes the checkpoint's.
+        kv_cache_dtype: of keys and values: ``fp8``, or ``fp8_e4m3``, takes half the memory of 16-bit ones, on GPUs with
+            the Triton attention backend. Layers have the scales of the checkpoint, else 1. ``auto`` is ``dtype``.
         model_impl: what computes the model: ``pagoda`` is our own decoder, ``transformers`` are transformers' modules;
             ``auto`` takes our own decoder where it computes the model.
         quantization: ``int8`` and ``int4`` quantize the weights of linear layers while they are loaded, on a CPU. None
@@ -145,6 +147,7 @@ class EngineConfig:
 
     model: Annotated[str, _checkpoint_path]
     dtype: Annotated[str, choice("auto", "float32", "bfloat16", "float16")] = "auto"
+    kv_cache_dtype: Annotated[str, choice("auto", "fp8", "fp8_e4m3")] = "auto"
     model_impl: Annotated[str, choice("auto", "pagoda", "transformers")] = "auto"
     quantization: Annotated[str | None, optional(choice(*QUANTIZATIONS))] = None
     max_model_len: Annotated[int | None, optional(integer(1))] = None
@@ -249,4 +252,5 @@ class EngineInfo:
     snapshot_interval: int = 0  # tokens of a prefill, whole blocks, after each of which a snapshot is kept; 0: none
     num_host_window_pages: tuple[int, ...] = ()  # of each window, pages of its host pool; empty: none
     num_host_slots: int = 0  # of the host pool of states
+    kv_cache_dtype: str = "auto"  # of keys and values: fp8, or auto for ``dtype``
     pooling: PoolingInfo | None = None  # of an engine that computes vectors or scores instead of text

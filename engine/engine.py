@@ -78,6 +78,7 @@ class Engine:
             num_blocks=str(info.num_blocks),
             attention_backend=info.attention_backend,
             dtype=info.dtype,
+            kv_cache_dtype=info.kv_cache_dtype,
             task="generate",
         )
         self.observers = EngineObservers([self.meter, metrics, SharingLog()])

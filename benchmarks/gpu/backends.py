@@ -11,7 +11,7 @@ from kernels.attention.base import AttentionBackend
 from kernels.attention.registry import BACKENDS
 from kernels.attention.select import select_backend
 
-__all__ = ["block_size_for", "has_dtype", "usable_backends"]
+__all__ = ["block_size_for", "cache_kinds", "has_dtype", "usable_backends"]
 
 
 def usable_backends(part: PartRun) -> Iterator[AttentionBackend]:
@@ -36,6 +36,11 @@ def usable_backends(part: PartRun) -> Iterator[AttentionBackend]:
 def has_dtype(backend: AttentionBackend, dtype: torch.dtype) -> bool:
     """Whether the backend computes the dtype."""
     return str(dtype).removeprefix("torch.") in BACKENDS[backend.name].dtypes
+
+
+def cache_kinds(backend: AttentionBackend) -> tuple[bool, ...]:
+    """Return the kinds of caches that the backend reads: whether they are FP8."""
+    return (False, True) if "fp8" in BACKENDS[backend.name].options else (False,)
 
 
 def block_size_for(backend: AttentionBackend, wanted: int) -> int:

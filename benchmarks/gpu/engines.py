@@ -20,7 +20,7 @@ from engine.sampling_params import SamplingParams
 from engine.scheduling.scheduler_output import SchedulerOutput, StepTimes
 from engine.sequence import Sequence
 
-__all__ = ["StepRecorder", "decoding", "draw_lengths", "generate", "loaded", "random_ids", "timed_steps"]
+__all__ = ["StepRecorder", "decoding", "draw_lengths", "generate", "has_cache", "loaded", "random_ids", "timed_steps"]
 
 FIRST_ID = 10  # smaller ids are special
 
@@ -43,6 +43,14 @@ def loaded(part: PartRun, model: str, **options: Any) -> Iterator[LLM]:
         llm.engine.close()
         del llm.engine  # the caller still holds the LLM
         release_memory(part.device)
+
+
+def has_cache(part: PartRun, kv_cache_dtype: str) -> bool:
+    """Return whether this device has caches of this dtype; record it if not."""
+    if kv_cache_dtype == "auto" or part.on_gpu:
+        return True
+    part.record("skipped", f"kv_cache_dtype={kv_cache_dtype} runs on GPUs")
+    return False
 
 
 def random_ids(rng: random.Random, count: int, vocab_size: int) -> list[int]:

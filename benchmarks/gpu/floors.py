@@ -2,7 +2,7 @@
 
 Counted are the weights of the linears, of experts those that random tokens choose, and, once a step, the keys and
 values; arithmetic of linears and attention. Not counted are norms, rotary embedding, routers, activations and sampling.
-Keys and values are bfloat16, and weights where nothing else is said.
+Keys and values are bfloat16, and weights, where nothing else is said.
 """
 
 from __future__ import annotations
@@ -39,29 +39,40 @@ class Work:
         return {"milliseconds": 1e3 * seconds, "floor_milliseconds": 1e3 * floor, "share_of_limit": floor / seconds}
 
 
-def decode_step(shape: ModelShape, batch: int, context: float, weight_bytes: float = WEIGHT_BYTES) -> Work:
+def decode_step(
+    shape: ModelShape,
+    batch: int,
+    context: float,
+    weight_bytes: float = WEIGHT_BYTES,
+    kv_cache_dtype: str = "auto",
+) -> Work:
     """Return the work of one decode step of ``batch`` sequences with ``context`` tokens each.
 
     Args:
         weight_bytes: of one weight of the layers; the head's are bfloat16.
+        kv_cache_dtype: the engine's option.
     """
     parameters = shape.layer_parameters + shape.head_parameters
     return Work(
         num_bytes=weight_bytes * shape.weights_read(batch)
         + WEIGHT_BYTES * shape.head_parameters
-        + batch * context * shape.kv_bytes_per_token,
+        + batch * context * _kv_bytes_per_token(shape, kv_cache_dtype),
         flop=2 * batch * parameters + batch * _attention_flop(shape, context),
     )
 
 
-def prefill(shape: ModelShape, prompts: int, tokens: int) -> Work:
+def prefill(shape: ModelShape, prompts: int, tokens: int, kv_cache_dtype: str = "auto") -> Work:
     """Return the work of computing prompts of ``tokens`` tokens and the logits of the last one of each."""
     linears = tokens * shape.layer_parameters + shape.head_parameters
     return Work(
         num_bytes=WEIGHT_BYTES * (shape.weights_read(prompts * tokens) + shape.head_parameters)
-        + prompts * tokens * shape.kv_bytes_per_token,
+        + prompts * tokens * _kv_bytes_per_token(shape, kv_cache_dtype),
         flop=prompts * (2 * linears + _attention_flop(shape, tokens * (tokens + 1) / 2)),
     )
+
+
+def _kv_bytes_per_token(shape: ModelShape, kv_cache_dtype: str) -> float:
+    return shape.kv_bytes_per_token / (1 if kv_cache_dtype == "auto" else WEIGHT_BYTES)
 
 
 def _attention_flop(shape: ModelShape, pairs: float) -> float:

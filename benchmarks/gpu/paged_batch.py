@@ -16,12 +16,14 @@ import torch
 from kernels.attention import reference
 from kernels.attention.base import AttentionInputs
 from kernels.attention_metadata import AttentionMetadata, leading_decodes
+from kernels.cache.fp8 import to_fp8
 
 __all__ = ["PADDING", "HeadShape", "Lengths", "chunked_reference", "make_inputs", "worst_error"]
 
 Lengths = list[tuple[int, int]]  # (query_len, seq_len) of each sequence
 PADDING = (1, 0)
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # see worst_error
+KEY_SCALE, VALUE_SCALE = 0.37, 1.9  # of a cache in FP8
 SCORES_BYTES = 2**30  # of the reference's float64 scores, at most
 
 
@@ -34,6 +36,12 @@ class HeadShape:
     head_dim: int
     block_size: int
     dtype: torch.dtype = torch.bfloat16
+    is_fp8: bool = False  # whether keys and values are cached in FP8
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of one token's keys and values."""
+        return 2 * self.num_kv_heads * self.head_dim * (1 if self.is_fp8 else self.dtype.itemsize)
 
 
 def make_inputs(
@@ -58,13 +66,25 @@ def make_inputs(
 
     num_tokens = sum(query_len for query_len, _ in lengths)
     query_shape = (num_tokens, shape.num_heads, shape.head_dim)
-    return AttentionInputs(
+    inputs = AttentionInputs(
         query=torch.randn(query_shape, generator=generator, device=device, dtype=shape.dtype),
         key_cache=random_cache(),
         value_cache=random_cache(),
         metadata=_metadata(lengths, tables),
         scale=1.5 / math.sqrt(shape.head_dim),  # not the default of torch or flash-attn
         window=window,
+    )
+    return _in_fp8(inputs) if shape.is_fp8 else inputs
+
+
+def _in_fp8(inputs: AttentionInputs) -> AttentionInputs:
+    """Return the inputs with a cache in FP8; slots that were NaN hold the largest numbers, since codes have no NaN."""
+    return replace(
+        inputs,
+        key_cache=to_fp8(inputs.key_cache, KEY_SCALE),
+        value_cache=to_fp8(inputs.value_cache, VALUE_SCALE),
+        key_scale=KEY_SCALE,
+        value_scale=VALUE_SCALE,
     )
 
 

@@ -20,13 +20,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.kv.layer_cache import LayerCache, SharedWith, State, TokenCache, windows_of
+from engine.kv.layer_cache import LayerCache, SharedWith, State, TokenCache, dtype_of, windows_of
 from engine.kv.page_memory import PageMemory
 from engine.kv.pool_sizes import PoolSizes
 from engine.kv.shared_host import HostShare
 from engine.kv.tiers.host_memory import HostMemory
 from engine.kv.tiers.page_format import PageKind
 from kernels.attention.window import Window
+from kernels.cache.fp8 import FP8
 
 __all__ = ["CachedLayers", "KVCache"]
 
@@ -54,7 +55,7 @@ class KVCache:
         layers: what each layer caches.
         sizes: the number of pages of each pool.
         block_size: tokens per block, and per page of a window.
-        dtype: dtype of keys, values and latents; states are float32.
+        dtype: the model's, of keys, values and latents unless a layer declares FP8; states are float32.
         device: device on which kernels read them.
         rank: whose part of the pages this is.
         shares: the host pools that all ranks share, in the order of ``pools``; empty: this rank has its own.
@@ -91,14 +92,17 @@ class KVCache:
 
         def pages(name: str, shapes: list[tuple[int, ...]], count: int, **options: Any) -> PageMemory:
             share = next(unused, None)
-            options = {"dtype": dtype, "device": device, "remedy": _REMEDY, "rank": rank, "share": share, **options}
+            options = {"device": device, "remedy": _REMEDY, "rank": rank, "share": share, **options}
             return PageMemory(name, shapes, num_pages=count, **options)
 
-        blocks = _shapes(layers, None, block_size)
-        self.blocks = pages("KV block", blocks, sizes.num_blocks, num_host_pages=sizes.num_host_blocks)
+        def pages_of(window: Window | None, name: str, count: int, num_on_host: int) -> PageMemory:
+            options = {"dtype": FP8 if dtype_of(layers, window) == "fp8" else dtype, "num_host_pages": num_on_host}
+            return pages(name, _shapes(layers, window, block_size), count, **options)
+
+        self.blocks = pages_of(None, "KV block", sizes.num_blocks, sizes.num_host_blocks)
         on_host = sizes.num_host_window_pages or (0,) * len(sizes.num_window_pages)
         self.windows = {
-            window: pages("KV page", _shapes(layers, window, block_size), count, num_host_pages=num_on_host)
+            window: pages_of(window, "KV page", count, num_on_host)
             for window, count, num_on_host in zip(windows_of(layers), sizes.num_window_pages, on_host, strict=True)
         }
         states = [shape for layer in layers if isinstance(layer, State) for shape in layer.shapes]

@@ -1,10 +1,10 @@
 """What a layer caches: KeyValue, Latent, IndexKey, PrefixMark, State, SharedWith. Models declare it; pools follow.
 
-A declaration is of one tensor-parallel rank's share of a layer. It knows neither the model nor the dtype, and needs no
-torch. A layer of attention declares a KeyValue or a Latent, a recurrent one a State; one with both declares two. An
-attention layer that reads the keys and values of an earlier layer declares a SharedWith. One that chooses the tokens it
-attends to declares an IndexKey after its Latent. The layers of a draft model are declared after those of the model
-whose tokens it drafts, with a PrefixMark.
+A declaration is of one tensor-parallel rank's share of a layer. It does not know the model, and needs no torch. Its
+numbers have the model's dtype, unless it says that they are FP8. A layer of attention declares a KeyValue or a Latent,
+a recurrent one a State; one with both declares two. An attention layer that reads the keys and values of an earlier
+layer declares a SharedWith. One that chooses the tokens it attends to declares an IndexKey after its Latent. The layers
+of a draft model are declared after those of the model whose tokens it drafts, with a PrefixMark.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from kernels.attention.window import Chunk, Window, most_keys
 
 __all__ = [
+    "CacheDtype",
     "IndexKey",
     "KeyValue",
     "Latent",
@@ -26,6 +28,8 @@ __all__ = [
     "TokenCache",
     "bytes_per_state",
     "bytes_per_token",
+    "dtype_of",
+    "in_dtype",
     "joined",
     "windows_of",
     "without_windows",
@@ -34,6 +38,8 @@ __all__ = [
 _STATE_ELEMENT_SIZE = 4
 _MARK_BYTES = 8
 
+CacheDtype = Literal["auto", "fp8"]  # auto: the model's
+
 
 @dataclass(frozen=True, slots=True)
 class KeyValue:
@@ -41,12 +47,14 @@ class KeyValue:
 
     Attributes:
         window: which tokens a token attends to: what lies before them is not kept. None: all.
+        dtype: of the numbers; layers with the same window have the same one.
     """
 
     heads: int
     key_dim: int
     value_dim: int
     window: Window | None = None
+    dtype: CacheDtype = "auto"
 
     @property
     def token_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -187,6 +195,22 @@ def without_windows(layers: Iterable[LayerCache]) -> tuple[LayerCache, ...]:
     return tuple(replace(layer, window=None) if isinstance(layer, KeyValue) else layer for layer in layers)
 
 
+def in_dtype(layers: Iterable[LayerCache], dtype: CacheDtype) -> tuple[LayerCache, ...]:
+    """Return the declarations with keys and values in ``dtype``; all others stay as they are."""
+    return tuple(replace(layer, dtype=dtype) if isinstance(layer, KeyValue) else layer for layer in layers)
+
+
+def dtype_of(layers: Iterable[LayerCache], window: Window | None) -> CacheDtype:
+    """Return the dtype of what the layers with this window keep for each token."""
+    dtypes = {
+        layer.dtype if isinstance(layer, KeyValue) else "auto"
+        for layer in layers
+        if isinstance(layer, TokenCache) and layer.window == window
+    }
+    assert len(dtypes) <= 1, "layers of one pool have one dtype"
+    return dtypes.pop() if dtypes else "auto"
+
+
 def joined(layers: Sequence[LayerCache], others: Iterable[LayerCache]) -> tuple[LayerCache, ...]:
     """Return the declarations of two models that share their pages, the second one's after the first one's."""
     first = len(layers)
@@ -199,10 +223,12 @@ def bytes_per_token(layers: Iterable[LayerCache], element_size: int, window: Win
 
     Args:
         layers: what each layer caches.
-        element_size: bytes of one element.
+        element_size: bytes of one number of the model's dtype.
         window: None: the layers that attend to everything.
     """
-    return element_size * sum(
+    layers = tuple(layers)
+    size = 1 if dtype_of(layers, window) == "fp8" else element_size
+    return size * sum(
         layer.elements_per_token for layer in layers if isinstance(layer, TokenCache) and layer.window == window
     )
 

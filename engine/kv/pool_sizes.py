@@ -64,7 +64,7 @@ class PageSizes:
 
     @classmethod
     def of(cls, layers: Sequence[LayerCache], block_size: int, element_size: int) -> PageSizes:
-        """Return the sizes for what the layers declare, with keys and values of ``element_size`` bytes."""
+        """Return the sizes for what the layers declare, with numbers of ``element_size`` bytes unless they are FP8."""
         return cls(
             block=block_size * bytes_per_token(layers, element_size),
             windows=tuple(

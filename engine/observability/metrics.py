@@ -85,7 +85,7 @@ ENGINE_INFO = Metric(
     "engine_info",
     "gauge",
     "Always 1; the labels describe the engine.",
-    ("model", "block_size", "num_blocks", "attention_backend", "dtype", "task"),
+    ("model", "block_size", "num_blocks", "attention_backend", "dtype", "kv_cache_dtype", "task"),
 )
 CACHE_QUERIES = Metric("prefix_cache_query_tokens", "counter", "Prompt tokens looked up in the prefix cache.")
 CACHE_HITS = Metric("prefix_cache_hit_tokens", "counter", "Prompt tokens found in the prefix cache.")

@@ -52,6 +52,7 @@ class PoolingMetrics:
             num_blocks="0",
             attention_backend=info.attention_backend,
             dtype=info.dtype,
+            kv_cache_dtype=info.kv_cache_dtype,
             task=info.pooling.task,
         )
         self._sink.set(ENGINE_START_TIME, time.time())

@@ -78,9 +78,7 @@ def estimate_capacity(config: EngineConfig) -> Capacity:
 
 def _with_cache(known: Capacity, config: EngineConfig, shard: ModelShard, model: ModelConfig) -> Capacity:
     ranks = config.tensor_parallel_size
-    layers = (model.shard(ranks) if ranks > 1 else model).layer_caches
-    if shard.draft is not None:
-        layers = shard.draft.joined_with(layers)
+    layers = shard.declared((model.shard(ranks) if ranks > 1 else model).layer_caches)
     sizes = PageSizes.of(layers, shard.block_size, shard.dtype.itemsize)
     known = replace(known, bytes_per_token=sizes.block // shard.block_size * ranks)
     if config.num_blocks is not None:

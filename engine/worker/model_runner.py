@@ -118,6 +118,7 @@ class ModelRunner:
             snapshot_interval=self._snapshot_interval,
             num_host_window_pages=self.pools.num_host_window_pages,
             num_host_slots=self.pools.num_host_slots,
+            kv_cache_dtype=self.workers.local.shard.kv_cache_dtype,
         )
 
     @property
@@ -242,8 +243,17 @@ class ModelRunner:
         size, tokens = cache.num_bytes * ranks / 2**30, cache.num_tokens
         kind = "CPU" if self.device.type == "cpu" else "GPU"
         if cache.blocks.parts:
-            blocks = (self.pools.num_blocks, self.block_size)
-            logger.info("%s KV cache size: %s tokens, %d blocks of %d in %.2f GiB", kind, f"{tokens:,}", *blocks, size)
+            shard = self.workers.local.shard
+            dtype = self.info.dtype if shard.kv_cache_dtype == "auto" else shard.kv_cache_dtype
+            logger.info(
+                "%s KV cache size: %s tokens in %s, %d blocks of %d in %.2f GiB",
+                kind,
+                f"{tokens:,}",
+                dtype,
+                self.pools.num_blocks,
+                self.block_size,
+                size,
+            )
         else:
             logger.info("%s KV cache size: %.2f GiB; no layer attends to everything", kind, size)
         for window, pages in cache.windows.items():

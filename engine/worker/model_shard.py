@@ -15,7 +15,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.kv.block_tables import BlockTables
 from engine.kv.kv_cache import KVCache
-from engine.kv.layer_cache import LayerCache
+from engine.kv.layer_cache import CacheDtype, LayerCache, in_dtype
 from engine.kv.page_maps import PageMap
 from engine.kv.pool_sizes import PageSizes, PoolSizes
 from engine.kv.shared_host import HostShare
@@ -24,6 +24,7 @@ from engine.models.adapter.loader import load_transformers_decoder
 from engine.models.checkpoint.checkpoint import open_checkpoint
 from engine.models.config.files.hf_config import load_hf_config
 from engine.models.config.implementation import read_shape
+from engine.models.config.model_config import ModelConfig
 from engine.models.config.transformers_config import TransformersConfig
 from engine.models.decoder.cpu_decoder import CpuDecoder
 from engine.models.decoder.decoder import Decoder
@@ -61,6 +62,7 @@ class ModelShard:
 
     Attributes:
         model: the model, after ``load``.
+        kv_cache_dtype: of keys and values.
         draft: the draft model, whose weights ``load`` loads; None if the config has none.
 
     Raises:
@@ -77,6 +79,7 @@ class ModelShard:
         self.hf_config = load_hf_config(config.model)
         self.model_config = read_shape(self.hf_config, config.model_impl, config.tensor_parallel_size)
         self.dtype = self._choose_dtype()
+        self.kv_cache_dtype: CacheDtype = "auto" if config.kv_cache_dtype == "auto" else "fp8"
         self._check_options()
         self.max_model_len = self.model_config.context_length(config.max_model_len)
         self.model_config.check_options(
@@ -127,6 +130,8 @@ class ModelShard:
                 value=quantization,
                 remedy="leave it out",
             )
+        if self.kv_cache_dtype == "fp8":
+            self._require_fp8_cache()
         if self.config.batch_invariant and isinstance(self.model_config, TransformersConfig):
             raise ConfigError(
                 "needs our own decoder, and this model is computed by transformers' modules",
@@ -135,8 +140,21 @@ class ModelShard:
                 remedy="leave it out",
             )
 
+    def _require_fp8_cache(self) -> None:
+        """Raise ConfigError if keys and values cannot be FP8 on this device, or for this model."""
+        problem = None
+        if self.device.type == "cpu":
+            problem = "runs on GPUs, and the device is cpu"
+        elif isinstance(self.model_config, ModelConfig) and self.model_config.latent is not None:
+            problem = f"is for keys and values, and {self.model_config.architecture} caches latents"
+        if problem is not None:
+            value = self.config.kv_cache_dtype
+            raise ConfigError(problem, param="kv_cache_dtype", value=value, remedy="leave it out")
+
     def _select_backend(self) -> AttentionBackend:
         options = self.model_config.attention_options
+        if self.kv_cache_dtype == "fp8":
+            options |= {"fp8"}
         if self.config.batch_invariant:
             options |= {"batch_invariant"}
         try:
@@ -191,6 +209,7 @@ class ModelShard:
             quantization=self.config.quantization,
             batch_invariant=self.config.batch_invariant,
             use_cpu_kernels=self.backend.uses_cpu_kernels,
+            has_fp8_cache=self.kv_cache_dtype == "fp8",
             show_progress=show_progress,
         )
 
@@ -239,7 +258,11 @@ class ModelShard:
     @property
     def layer_caches(self) -> tuple[LayerCache, ...]:
         """What the layers of this rank's model cache, then those of the draft model if there is one."""
-        own = tuple(self.model.layer_caches)
+        return self.declared(self.model.layer_caches)
+
+    def declared(self, layers: Sequence[LayerCache]) -> tuple[LayerCache, ...]:
+        """Return what ``layers`` of the model cache in this engine, then those of the draft model if there is one."""
+        own = in_dtype(layers, self.kv_cache_dtype)
         return own if self.draft is None else self.draft.joined_with(own)
 
     @property

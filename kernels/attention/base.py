@@ -14,6 +14,7 @@ import torch
 from kernels.attention.registry import BACKENDS
 from kernels.attention.window import Window
 from kernels.attention_metadata import AttentionMetadata
+from kernels.cache.fp8 import FP8
 
 __all__ = ["AttentionBackend", "AttentionInputs", "StepLimits"]
 
@@ -29,7 +30,8 @@ class AttentionInputs:
     Some options need a backend whose line in registry.py names them. A soft-cap C replaces each score s by
     C * tanh(s / C) (Gemma 2). A sink is one more score of each query of a head, without a value (GPT-OSS). With latents
     there is one KV head, and a value is the beginning of its key: the same memory, which is to be read once. With
-    `topk_slots` a query sees only the keys in these slots, which are at positions up to its own; see indexer.py.
+    `topk_slots` a query sees only the keys in these slots, which are at positions up to its own; see indexer.py. With
+    `fp8` the cache is FP8 of keys and values, divided by scales: see kernels/cache/fp8.py.
     """
 
     query: torch.Tensor  # [num_tokens, num_heads, head_dim], packed: see AttentionMetadata
@@ -41,6 +43,8 @@ class AttentionInputs:
     softcap: float | None = None
     sinks: torch.Tensor | None = None  # float32 [num_heads]
     topk_slots: torch.Tensor | None = None  # int32 [num_tokens, at most top_k], by position, then -1; of latents
+    key_scale: float = 1.0  # of a cache in FP8: what a stored key is multiplied by
+    value_scale: float = 1.0
 
     @property
     def block_size(self) -> int:
@@ -71,6 +75,11 @@ class AttentionInputs:
     def value_dim(self) -> int:
         """Elements of a head's value, and of its output."""
         return self.value_cache.shape[3]
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the cache is in FP8."""
+        return self.key_cache.dtype == FP8
 
     @property
     def has_latents(self) -> bool:

@@ -30,7 +30,8 @@ def attention(inputs: AttentionInputs) -> torch.Tensor:
         visible &= positions[None, :] >= torch.tensor(first_keys, device=output.device)[:, None]
         if inputs.topk_slots is not None:
             visible &= (rows[None, :, None] == inputs.topk_slots[start:end, None, :]).any(dim=-1)
-        keys, values = inputs.key_cache.flatten(0, 1)[rows], inputs.value_cache.flatten(0, 1)[rows]
+        keys = inputs.key_cache.flatten(0, 1)[rows].double() * inputs.key_scale
+        values = inputs.value_cache.flatten(0, 1)[rows].double() * inputs.value_scale
         output[start:end] = _attend(inputs, inputs.query[start:end], keys, values, visible).to(output.dtype)
     return output
 
@@ -48,10 +49,9 @@ def _slots_of_context(block_table: torch.Tensor, seq_len: int, block_size: int) 
 def _attend(
     inputs: AttentionInputs, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor
 ) -> torch.Tensor:
-    """Dense attention of [num_queries, num_heads, head_dim] over [num_keys, num_kv_heads, head_dim], in float64."""
+    """Dense attention of [num_queries, num_heads, head_dim] over float64 [num_keys, num_kv_heads, head_dim]."""
     group_size = query.shape[1] // keys.shape[1]
-    keys = keys.double().repeat_interleave(group_size, dim=1)
-    values = values.double().repeat_interleave(group_size, dim=1)
+    keys, values = keys.repeat_interleave(group_size, dim=1), values.repeat_interleave(group_size, dim=1)
     scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * inputs.scale
     if inputs.softcap is not None:
         scores = inputs.softcap * torch.tanh(scores / inputs.softcap)

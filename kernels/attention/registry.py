@@ -18,6 +18,7 @@ HALF = ("bfloat16", "float16")
 ANY = ("float32", *HALF)
 _ALL = ("softcap", "sinks", "latent", "chunks", "batch_invariant", "large_heads")
 _OF_CPU = ("sparse", "value_dims")
+_OF_GPU = ("sparse", "fp8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +32,8 @@ class BackendEntry:
         dtypes: of queries and cache, as torch names them.
         options: of AttentionInputs that it computes beside sliding windows: `softcap`, `sinks`, `latent`, `chunks`, and
             `sparse`, which is `topk_slots`; `batch_invariant`: what a sequence gets has the same bits whatever the rest
-            of the batch; `large_heads`: more than LARGEST_HEAD_DIM elements in a head, up to 512; and `value_dims`:
-            values that have fewer elements than keys.
+            of the batch; `large_heads`: more than LARGEST_HEAD_DIM elements in a head, up to 512; `value_dims`: values
+            that have fewer elements than keys; and `fp8`: keys and values in FP8.
     """
 
     module: str
@@ -46,5 +47,5 @@ BACKENDS: dict[str, BackendEntry] = {  # "auto" takes the first that can run, so
     "cpu":          BackendEntry("cpu_backend",        "CpuBackend",        ("cpu",),  ANY,  options=(*_ALL, *_OF_CPU)),
     "flash_attn_3": BackendEntry("flash.flash_attn_3", "FlashAttn3Backend", ("cuda",), HALF, options=("softcap",)),
     "flash_attn":   BackendEntry("flash.flash_attn",   "FlashAttnBackend",  ("cuda",), HALF, options=("softcap",)),
-    "triton":       BackendEntry("triton.backend",     "TritonBackend",     ("cuda",), ANY,  options=(*_ALL, "sparse")),
+    "triton":       BackendEntry("triton.backend",     "TritonBackend",     ("cuda",), ANY,  options=(*_ALL, *_OF_GPU)),
 }  # fmt: skip

@@ -82,11 +82,15 @@ class LayerCache:
         keys, values: [num_blocks, block_size, num_kv_heads, head_dim], contiguous.
         slot_mapping: int64 [num_tokens], block_id * block_size + offset; a token whose slot is -1 is not written. None:
             the layer only reads what another one writes.
+        key_scale, value_scale: what keys and values, in the queries' dtype, are divided by before they are rounded to a
+            cache of FP8: see kernels/cache/fp8.py.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     slot_mapping: torch.Tensor | None
+    key_scale: float = 1.0
+    value_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,8 @@ def rotate_and_store(
     if value_eps is not None:
         exact = values.double()
         values = (exact / ((exact * exact).mean(dim=-1, keepdim=True) + value_eps).sqrt()).to(qkv.dtype)
-    reference.store_kvcache(rotated(key, key_norm), values, cache.keys, cache.values, cache.slot_mapping)
+    scales = cache.key_scale, cache.value_scale
+    reference.store_kvcache(rotated(key, key_norm), values, cache.keys, cache.values, cache.slot_mapping, *scales)
     return rotated(query, query_norm)
 
 

@@ -49,7 +49,8 @@ class TorchOps(LayerOps):
         value = value.view(-1, num_kv_heads, head_dim)
         if value_eps is not None:
             value = F.rms_norm(value, (head_dim,), eps=value_eps)
-        store_kvcache(key, value, cache.keys, cache.values, cache.slot_mapping)
+        scales = cache.key_scale, cache.value_scale
+        store_kvcache(key, value, cache.keys, cache.values, cache.slot_mapping, *scales)
         return query
 
     def rotate_and_store_latents(

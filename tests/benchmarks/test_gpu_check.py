@@ -61,7 +61,7 @@ def test_parts_run_on_the_cpu_and_their_figures_are_in_the_json(tmp_path: Path) 
     parts = {name: part["figures"] for name, part in document["parts"].items()}
     assert list(parts) == ["limits", "store_kvcache", "checkpoint_0.6b", "decode_0.6b"]
     assert parts["limits"]["machine"]["versions"]["torch"]
-    assert parts["store_kvcache"]["cases"] == 27
+    assert parts["store_kvcache"]["cases"] == 54
     for batch in ("batch 1", "batch 4"):
         assert parts["decode_0.6b"][batch]["share_of_limit"] > 0
         assert parts["decode_0.6b"][batch]["engine_milliseconds"]["forward"] > 0
@@ -214,6 +214,8 @@ def test_floors_are_those_of_the_shapes() -> None:
         1e3 * decode_step(shape, batch, 1024).floor_s(limits) for shape in (small, large) for batch in (1, 16, 256)
     ]
     assert floors == pytest.approx([0.31, 0.73, 7.4, 3.65, 4.2, 12.8], rel=0.03)
+    fp8 = decode_step(large, 256, 1024, kv_cache_dtype="fp8")
+    assert decode_step(large, 256, 1024).num_bytes - fp8.num_bytes == 256 * 1024 * large.kv_bytes_per_token / 2
     long = prefill(large, 1, 8192)
     assert long.floor_s(limits) == pytest.approx(2 * 8192 * large.layer_parameters / 780e12, rel=0.2)
     assert long.flop > 2 * 8192 * large.layer_parameters

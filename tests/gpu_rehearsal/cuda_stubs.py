@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils._device  # not imported with torch; used below
 
 from tests.gpu_rehearsal import graphs
 from tests.gpu_rehearsal.device_tensor import SimulatedGpu

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -17,9 +18,20 @@ from kernels.attention import reference as attention_reference
 from kernels.attention.base import AttentionInputs
 from kernels.attention.window import Chunk, Window, first_key
 from kernels.attention_metadata import AttentionMetadata
+from kernels.cache.fp8 import FP8, to_fp8
 from kernels.cache.pending_tokens import take_pending_tokens
 
-__all__ = ["CONTRACTS", "Compute", "Contract", "ContractError", "check_metadata", "plain", "require", "require_tensor"]
+__all__ = [
+    "CONTRACTS",
+    "Compute",
+    "Contract",
+    "ContractError",
+    "check_metadata",
+    "plain",
+    "require",
+    "require_scales",
+    "require_tensor",
+]
 
 
 Compute = Callable[[], object]
@@ -51,6 +63,16 @@ def require_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, *shape: 
     require(fits, f"{name} has shape {tuple(tensor.shape)}, and must have {shape}")
 
 
+def require_scales(call: Any, dtype: torch.dtype) -> bool:
+    """Return whether a launch writes caches of FP8, which need scales; others must have ``dtype``."""
+    is_fp8: bool = call.key_cache.dtype == torch.uint8
+    require(is_fp8 or call.key_cache.dtype == dtype, f"key_cache is {call.key_cache.dtype}, and must be {dtype}")
+    for name in ("inverse_key_scale", "inverse_value_scale"):
+        scale = getattr(call, name)
+        require((scale is not None) == is_fp8, f"{name} is {scale}, and the cache is {call.key_cache.dtype}")
+    return is_fp8
+
+
 # --- store_kvcache -------------------------------------------------------------------------------------------------
 
 
@@ -60,9 +82,10 @@ def store(call: Any, grid: tuple[int, ...]) -> Compute:
     _, block_size, *_ = call.key_cache.shape
     require((call.value is None) == (call.value_cache is None), "there are values without a cache, or the reverse")
     names = ("key",) if call.value is None else ("key", "value")
+    is_fp8 = require_scales(call, call.key.dtype)
     for name in names:
         cache = getattr(call, f"{name}_cache")
-        require_tensor(name, getattr(call, name), cache.dtype, num_tokens, num_heads, head_dim)
+        require_tensor(name, getattr(call, name), call.key.dtype, num_tokens, num_heads, head_dim)
         require_tensor(f"{name}_cache", cache, call.key_cache.dtype, None, block_size, num_heads, head_dim)
         require(cache.is_contiguous(), f"{name}_cache is not contiguous")
         strides = tuple(getattr(call, f"{name}_{kind}_stride") for kind in ("token", "head", "dim"))
@@ -78,7 +101,10 @@ def store(call: Any, grid: tuple[int, ...]) -> Compute:
         written = slots >= 0
         for name in names:
             cache = plain(getattr(call, f"{name}_cache")).view(num_slots, num_heads, head_dim)
-            cache[slots[written]] = plain(getattr(call, name))[written]
+            numbers = plain(getattr(call, name))[written]
+            if is_fp8:
+                numbers = to_fp8(numbers, 1.0 / getattr(call, f"inverse_{name}_scale")).view(torch.uint8)
+            cache[slots[written]] = numbers
 
     return compute
 
@@ -156,7 +182,8 @@ def _check_attention(
     require(call.table_stride == call.block_tables.stride(0), "not the stride of block_tables")
     require(block_size == call.BLOCK_SIZE, f"BLOCK_SIZE {call.BLOCK_SIZE} is not that of the cache, {block_size}")
     require(num_heads == grid[1] * call.GROUP_SIZE, f"the grid {grid} does not have a program for each head")
-    require(max(16, call.HEAD_DIM) <= call.DIM_PADDED, f"DIM_PADDED {call.DIM_PADDED} is too small")
+    least = 16 if call.value_scale is None else 32  # of FP8 every second element is a tile
+    require(max(least, call.HEAD_DIM) <= call.DIM_PADDED, f"DIM_PADDED {call.DIM_PADDED} is too small")
     require(max(16, call.GROUP_SIZE) <= call.ROWS and call.TILE >= 16, "a tile is smaller than tl.dot takes")
     own = slice(num_seqs)
     metadata = AttentionMetadata(
@@ -173,10 +200,13 @@ def _check_attention(
 
 
 def _check_keys_and_values(call: Any, grid: tuple[int, ...]) -> None:
-    num_blocks, block_size, num_kv_heads, head_dim = call.key_cache.shape
+    num_blocks, block_size, num_kv_heads, width = call.key_cache.shape
+    is_fp8 = call.value_scale is not None
+    head_dim = 2 * width if is_fp8 else width
     for name in ("key_cache", "value_cache"):
         tensor = getattr(call, name)
-        require_tensor(name, tensor, call.query.dtype, num_blocks, block_size, num_kv_heads, head_dim)
+        dtype = torch.uint16 if is_fp8 else call.query.dtype
+        require_tensor(name, tensor, dtype, num_blocks, block_size, num_kv_heads, width)
         require(tensor.is_contiguous(), f"{name} is not contiguous")
     require(call.kv_head_stride == call.key_cache.stride(2), "not the stride of the cache's heads")
     require(grid[1] == num_kv_heads, f"the grid {grid} does not have a program for each KV head")
@@ -205,11 +235,12 @@ def _attended(call: Any, metadata: AttentionMetadata) -> torch.Tensor:
         max_query_len=metadata.max_query_len,
         max_seq_len=metadata.max_seq_len,
     )
-    tensors = (plain(item) for item in (call.query, call.key_cache, call.value_cache))
+    tensors = [plain(item) for item in (call.query, call.key_cache, call.value_cache)]
+    if call.value_scale is not None:
+        tensors[1:] = [tensor.view(FP8) for tensor in tensors[1:]]
     sinks = None if call.sinks is None else plain(call.sinks)
-    return attention_reference.attention(
-        AttentionInputs(*tensors, batch, call.scale, _window(call), call.softcap, sinks)
-    )
+    inputs = AttentionInputs(*tensors, batch, call.scale, _window(call), call.softcap, sinks)
+    return attention_reference.attention(replace(inputs, value_scale=call.value_scale or 1.0))
 
 
 def _window(call: Any) -> Window | None:

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from kernels.cache.fp8 import FP8
 from kernels.layer_ops.base import Addend, LayerCache, Norm, Rotation
 from kernels.layer_ops.torch import TorchOps
-from tests.gpu_rehearsal.kernel_contracts import Compute, Contract, plain, require, require_tensor
+from tests.gpu_rehearsal.kernel_contracts import Compute, Contract, plain, require, require_scales, require_tensor
 
 __all__ = ["CONTRACTS"]
 
@@ -79,8 +80,10 @@ def rotate_and_store(call: Any, grid: tuple[int, ...]) -> Compute:
     _require_rows("qkv", call.qkv, call.qkv_stride, dtype, num_tokens, (num_heads + num_stored) * head_dim)
     require(tuple(grid) == (num_tokens,), f"the grid {grid} is not one program for each of {num_tokens} tokens")
     require(call.query.is_contiguous() and call.query.dtype == dtype, "query")
+    is_fp8 = require_scales(call, dtype)
     for name in ("key_cache", "value_cache"):
-        require_tensor(name, getattr(call, name), dtype, num_blocks, block_size, num_kv_heads, head_dim)
+        stored = torch.uint8 if is_fp8 else dtype
+        require_tensor(name, getattr(call, name), stored, num_blocks, block_size, num_kv_heads, head_dim)
         require(getattr(call, name).is_contiguous(), f"{name} is not contiguous")
     for name, heads in (("query_weight", num_heads), ("key_weight", num_kv_heads)):
         if (weight := getattr(call, name)) is not None:
@@ -88,6 +91,9 @@ def rotate_and_store(call: Any, grid: tuple[int, ...]) -> Compute:
     slots = _slots(call, num_tokens, num_blocks * block_size)
     norms = [_norm(weight, call.eps, call.ADDS_ONE) for weight in (call.query_weight, call.key_weight)]
     cache = LayerCache(plain(call.key_cache), plain(call.value_cache), slots)
+    if is_fp8:
+        scales = 1.0 / call.inverse_key_scale, 1.0 / call.inverse_value_scale
+        cache = LayerCache(cache.keys.view(FP8), cache.values.view(FP8), slots, *scales)
     rotation = _rotation(call)
     eps = call.eps if call.NORMS_VALUES else None
     return lambda: plain(call.query).copy_(_OPS.rotate_and_store(plain(call.qkv), *norms, rotation, cache, eps))

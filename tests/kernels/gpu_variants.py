@@ -23,6 +23,7 @@ from kernels.attention.triton.backend import TritonBackend
 from kernels.attention.triton.indexer import topk_slots_triton
 from kernels.attention.window import Chunk, Window
 from kernels.attention_metadata import AttentionMetadata
+from kernels.cache.fp8 import FP8
 from kernels.cache.triton.store_kvcache import store_kvcache_triton
 from kernels.coded_weight import CodedWeight
 from kernels.layer_ops.base import LatentCache, Rotation
@@ -60,11 +61,12 @@ def run_attention(
     num_kv_heads: int = 2,
     max_query_len: int = 2048,
     max_seq_len: int = 40960,
+    is_fp8: bool = False,
 ) -> None:
     """Launch what a warm-up launches in one layer: attention, and the cache write that other layer operations lack."""
     backend, num_heads = TritonBackend(), group_size * num_kv_heads
     limits = StepLimits(dtype, CPU, frozenset([window]), max_query_len, max_seq_len)
-    cache = torch.zeros(1, block_size, num_kv_heads, head_dim, dtype=dtype)
+    cache = torch.zeros(1, block_size, num_kv_heads, head_dim, dtype=FP8 if is_fp8 else dtype)
     softcap = 50.0 if "softcap" in options else None
     sinks = torch.zeros(num_heads) if "sinks" in options else None
     for query_len, seq_len in backend.warm_up_batches(limits):
@@ -148,6 +150,7 @@ VARIANTS = {
             "group_size": (1, 4, 8, 16),
             "options": (frozenset(), frozenset({"softcap"}), frozenset({"sinks"}), frozenset({"softcap", "sinks"})),
             "dtype": DTYPES,
+            "is_fp8": (False, True),
             "window": (None, 600, Chunk(600)),
             "block_size": (16, 256),
         },

@@ -2,7 +2,7 @@
 
 A part is a function that takes a PartRun. This table imports none of them. The times include the start of the process,
 some ten seconds with the engine, but not the compilation of kernels, a minute in all. So the parts are divided into
-three calls of nine minutes; what no longer fits into one can be run again with ``--parts``.
+four calls of nine minutes; what no longer fits into one can be run again with ``--parts``.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ CORRECTNESS: tuple[Part, ...] = (
     #     name                function                     seconds, limit, needs, arguments
     _part("limits",           "machine:run",                    12, 120),
     _part("store_kvcache",    "store_kvcache:run",               8,  45),
-    _part("attention",        "attention:serving_shapes",       12, 100),
+    _part("attention",        "attention:serving_shapes",       20, 130),
     _part("tokens_bfloat16",  "tokens:run",                     27, 100, dtype="bfloat16"),
     _part("cuda_graphs",      "cuda_graphs:run",                15,  60),
-    _part("odd_attention",    "attention:odd_shapes",           56, 120),
+    _part("odd_attention",    "attention:odd_shapes",           90, 180),
     _part("experts",          "experts:run",                    15,  80, "limits"),
     _part("tokens_experts",   "tokens:run",                     31, 100, dtype="bfloat16", kind="experts"),
     _part("recurrent",        "recurrent:run",                  16,  90, "limits"),
@@ -47,11 +47,6 @@ FIGURES: tuple[Part, ...] = (
     _part("decode_0.6b",      "decode:run",                     15,  80, "limits checkpoint_0.6b", model="0.6b"),
     _part("checkpoint_8b",    "checkpoint:run",                 20,  90, model="8b"),
     _part("decode_8b",        "decode:run",                     27, 100, "limits checkpoint_8b", model="8b"),
-    _part("checkpoint_8b_int4", "checkpoint:run",               12,  60, model="8b", weights="int4"),
-    _part("decode_8b_int4",   "decode:run",                     25, 100, **_quantised("int4")),
-    _part("prefill_8b_int4",  "prefill:run",                    25, 100, **_quantised("int4")),
-    _part("checkpoint_8b_fp8", "checkpoint:run",                14,  60, model="8b", weights="fp8"),
-    _part("decode_8b_fp8",    "decode:run",                     25, 100, **_quantised("fp8")),
     _part("arrivals_8b",      "arrivals:run",                   40,  80, "checkpoint_8b", model="8b"),
     _part("prefill_8b",       "prefill:run",                    27,  80, "limits checkpoint_8b", model="8b"),
     _part("offline_0.6b",     "offline:run",                    30, 100, "limits checkpoint_0.6b", model="0.6b"),
@@ -60,22 +55,35 @@ FIGURES: tuple[Part, ...] = (
     _part("prefill_0.6b",     "prefill:run",                    12,  50, "limits checkpoint_0.6b", model="0.6b"),
     _part("step_time_0.6b",   "step_time:run",                  20,  80, "checkpoint_0.6b", model="0.6b"),
     _part("step_time_8b",     "step_time:run",                  30,  80, "checkpoint_8b", model="8b"),
-    _part("attention_speed",  "attention_speed:run",            20,  70, "limits"),
+    _part("attention_speed",  "attention_speed:run",            26,  90, "limits"),
     _part("checkpoint_moe",   "checkpoint:run",                  9,  60, model="moe"),
     _part("decode_moe",       "decode:run",                     20,  80, "limits checkpoint_moe", model="moe"),
     _part("options_0.6b",     "options:run",                    48, 100, "checkpoint_0.6b", model="0.6b"),
     _part("step_time_moe",    "step_time:run",                  20,  80, "checkpoint_moe", model="moe"),
+)  # fmt: skip
+FORMATS: tuple[Part, ...] = (  # of the weights, or of keys and values
+    _part("decode_8b_fp8kv",  "decode:run",                     25, 100, "limits checkpoint_8b", model="8b",
+          kv_cache_dtype="fp8"),
+    _part("checkpoint_8b_int4", "checkpoint:run",               12,  60, model="8b", weights="int4"),
+    _part("decode_8b_int4",   "decode:run",                     25, 100, **_quantised("int4")),
+    _part("prefill_8b_int4",  "prefill:run",                    25, 100, **_quantised("int4")),
+    _part("checkpoint_8b_fp8", "checkpoint:run",                14,  60, model="8b", weights="fp8"),
+    _part("decode_8b_fp8",    "decode:run",                     25, 100, **_quantised("fp8")),
+    _part("prefill_8b_fp8kv", "prefill:run",                    25,  80, "limits checkpoint_8b", model="8b",
+          kv_cache_dtype="fp8"),
 )  # fmt: skip
 TUNING: tuple[Part, ...] = (
     _part("speculation_8b",   "speculation:run",                60, 120, "checkpoint_0.6b checkpoint_8b",
           model="8b", draft="0.6b"),
     _part("tune_prefill",     "tune:attention_of",              40, 120, kind="prefill"),
     _part("tune_decode",      "tune:attention_of",              80, 150, kind="decode"),
+    _part("tune_prefill_fp8kv", "tune:attention_of",            40, 120, kind="prefill", is_fp8=True),
+    _part("tune_decode_fp8kv",  "tune:attention_of",            80, 150, kind="decode", is_fp8=True),
     _part("tune_experts",     "tune:experts_of",                25, 100, model="moe"),
     _part("tune_linears",     "tune:linears_of",                25, 100, models=["0.6b", "8b"]),
     _part("tune_coded",       "tune_coded:run",                 60, 150),
 )  # fmt: skip
-CALLS = (CORRECTNESS, FIGURES, TUNING)
+CALLS = (CORRECTNESS, FIGURES, FORMATS, TUNING)
 PARTS = tuple(part for call in CALLS for part in call)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from benchmarks.gpu.attention_cases import ODD_BATCHES, ODD_DTYPES, ODD_SHAPES, Case, serving_cases
-from benchmarks.gpu.backends import block_size_for, has_dtype, usable_backends
+from benchmarks.gpu.backends import block_size_for, cache_kinds, has_dtype, usable_backends
 from benchmarks.gpu.paged_batch import HeadShape, chunked_reference, make_inputs, worst_error
 from benchmarks.gpu.part_run import PartRun
 from kernels.attention.base import AttentionBackend, AttentionInputs
@@ -32,14 +32,16 @@ def serving_shapes(part: PartRun) -> None:
 
 def _serving(part: PartRun, backend: AttentionBackend) -> Iterator[_Comparison]:
     for num_heads, num_kv_heads, head_dim in part.sizes.attention:
-        shape = HeadShape(num_heads, num_kv_heads, head_dim, backend.default_block_size)
-        yield from (_Comparison(shape, case) for case in serving_cases(part.sizes.context))
+        for is_fp8 in cache_kinds(backend):
+            shape = HeadShape(num_heads, num_kv_heads, head_dim, backend.default_block_size, is_fp8=is_fp8)
+            yield from (_Comparison(shape, case) for case in serving_cases(part.sizes.context))
 
 
 def odd_shapes(part: PartRun) -> None:
     """Compare small batches over head widths, group sizes, block sizes and dtypes; float16 with one shape only.
 
-    With this shape also soft-caps and sinks, where the backend computes them.
+    With this shape also soft-caps and sinks, where the backend computes them; with it, and with bfloat16, also caches
+    in FP8.
     """
     for backend in usable_backends(part):
         _compare(part, backend, list(_odd(backend)))
@@ -51,8 +53,11 @@ def _odd(backend: AttentionBackend) -> Iterator[_Comparison]:
         shapes = list(ODD_SHAPES.values()) if dtype != torch.float16 else [ODD_SHAPES["pairs"]]
         for shape in shapes if has_dtype(backend, dtype) else []:
             fitting = replace(shape, dtype=dtype, block_size=block_size_for(backend, shape.block_size))
-            for option in (None, *(options if shape == ODD_SHAPES["pairs"] else ())):
-                yield from (_Comparison(fitting, case, option) for case in ODD_BATCHES)
+            is_usual = shape == ODD_SHAPES["pairs"]
+            for is_fp8 in cache_kinds(backend) if is_usual or dtype == torch.bfloat16 else (False,):
+                for option in (None, *(options if is_usual else ())):
+                    case_shape = replace(fitting, is_fp8=is_fp8)
+                    yield from (_Comparison(case_shape, case, option) for case in ODD_BATCHES)
 
 
 def _with_option(inputs: AttentionInputs, option: str | None) -> AttentionInputs:

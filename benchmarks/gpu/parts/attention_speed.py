@@ -6,7 +6,9 @@ the cache nor the host's launches count. Eager calls are timed beside it.
 
 from __future__ import annotations
 
-from benchmarks.gpu.backends import usable_backends
+from itertools import product
+
+from benchmarks.gpu.backends import cache_kinds, usable_backends
 from benchmarks.gpu.floors import Work
 from benchmarks.gpu.graphs import captured
 from benchmarks.gpu.paged_batch import HeadShape, make_inputs
@@ -25,9 +27,9 @@ def run(part: PartRun) -> None:
     lines = []
     for backend in usable_backends(part):
         for num_heads, num_kv_heads, head_dim in part.sizes.attention:
-            shape = HeadShape(num_heads, num_kv_heads, head_dim, backend.default_block_size)
-            for num_seqs, context in part.sizes.timed_attention:
-                name = f"{backend.name}, {num_heads}/{num_kv_heads} heads, {num_seqs} x {context}"
+            for is_fp8, (num_seqs, context) in product(cache_kinds(backend), part.sizes.timed_attention):
+                shape = HeadShape(num_heads, num_kv_heads, head_dim, backend.default_block_size, is_fp8=is_fp8)
+                name = f"{backend.name}{', fp8' * is_fp8}, {num_heads}/{num_kv_heads} heads, {num_seqs} x {context}"
                 figures = _measure(part, backend, shape, num_seqs, context)
                 part.record(name, figures)
                 lines.append(f"{name:40} {1e3 * figures['milliseconds']:8.1f} us, {figures['share_of_limit']:4.0%}")
@@ -37,7 +39,7 @@ def run(part: PartRun) -> None:
 def _measure(
     part: PartRun, backend: AttentionBackend, shape: HeadShape, num_seqs: int, context: int
 ) -> dict[str, float]:
-    kv_bytes = 2 * num_seqs * context * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
+    kv_bytes = num_seqs * context * shape.kv_bytes_per_token
     copies = min(MAX_ROTATED, -(-ROTATED_BYTES // kv_bytes)) if part.on_gpu else 2
     batches = [make_inputs([(1, context)] * num_seqs, shape, part.device, seed=seed) for seed in range(copies)]
 

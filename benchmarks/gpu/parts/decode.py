@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.gpu.engines import decoding, loaded, timed_steps
+from benchmarks.gpu.engines import decoding, has_cache, loaded, timed_steps
 from benchmarks.gpu.floors import decode_step
 from benchmarks.gpu.part_run import PartRun
 from benchmarks.gpu.weight_formats import FORMATS
@@ -11,21 +11,27 @@ from benchmarks.limits.model_shape import WEIGHT_BYTES
 __all__ = ["run"]
 
 
-def run(part: PartRun, model: str, weights: str = "") -> None:
+def run(part: PartRun, model: str, weights: str = "", kv_cache_dtype: str = "auto") -> None:
     """Record the time of a greedy decode step at each batch size, and the engine's own times of its phases.
 
     Args:
         weights: the format of the linear layers' weights.
+        kv_cache_dtype: the engine's option.
     """
     sizes, limits, shape = part.sizes, part.limits, part.sizes.models[model]
     lines = []
     weight_bytes = FORMATS[weights].bytes_per_weight if weights else WEIGHT_BYTES
-    with loaded(part, f"{model}{weights}", max_num_seqs=max(sizes.decode_batches)) as llm:
-        part.record("attention_backend", llm.engine.info.attention_backend)
+    options = {"max_num_seqs": max(sizes.decode_batches), "kv_cache_dtype": kv_cache_dtype}
+    if not has_cache(part, kv_cache_dtype):
+        return
+    with loaded(part, f"{model}{weights}", **options) as llm:
+        info = llm.engine.info
+        part.record("attention_backend", info.attention_backend)
+        part.record("kv_cache_tokens", info.num_blocks * info.block_size)
         for batch in sizes.decode_batches:
             with decoding(llm, batch, sizes.decode_context, steps=sizes.decode_steps + 3, seed=batch) as engine:
                 seconds, recorder = timed_steps(part, engine, sizes.decode_steps)
-            work = decode_step(shape, batch, sizes.decode_context, weight_bytes)
+            work = decode_step(shape, batch, sizes.decode_context, weight_bytes, kv_cache_dtype)
             figures = work.figures(seconds, limits)
             tokens_per_s = batch / seconds
             part.record(

@@ -6,7 +6,7 @@ import random
 import statistics
 from time import perf_counter
 
-from benchmarks.gpu.engines import generate, loaded, random_ids
+from benchmarks.gpu.engines import generate, has_cache, loaded, random_ids
 from benchmarks.gpu.floors import prefill
 from benchmarks.gpu.part_run import PartRun
 
@@ -15,12 +15,14 @@ __all__ = ["run"]
 REPEATS = 3
 
 
-def run(part: PartRun, model: str, weights: str = "") -> None:
+def run(part: PartRun, model: str, weights: str = "", kv_cache_dtype: str = "auto") -> None:
     """Record the time from prompts to their first tokens, with the linear layers' weights in some format."""
     sizes, limits, shape = part.sizes, part.limits, part.sizes.models[model]
     rng = random.Random(0)
     lines = []
-    with loaded(part, f"{model}{weights}") as llm:
+    if not has_cache(part, kv_cache_dtype):
+        return
+    with loaded(part, f"{model}{weights}", kv_cache_dtype=kv_cache_dtype) as llm:
         part.record("attention_backend", llm.engine.info.attention_backend)
         for num_prompts, num_tokens in sizes.prefills:
             times = []
@@ -30,7 +32,7 @@ def run(part: PartRun, model: str, weights: str = "") -> None:
                 generate(llm, prompts, [1] * num_prompts)
                 times.append(perf_counter() - started)
             seconds = statistics.median(times[1:])
-            figures = prefill(shape, num_prompts, num_tokens).figures(seconds, limits)
+            figures = prefill(shape, num_prompts, num_tokens, kv_cache_dtype).figures(seconds, limits)
             tokens_per_s = num_prompts * num_tokens / seconds
             part.record(f"{num_prompts} x {num_tokens}", figures | {"prompt_tokens_per_s": tokens_per_s})
             lines.append(

@@ -136,6 +136,23 @@ DECODE_CONSTANTS = {
     "2 warps": _decode(warps=2),
     "8 warps": _decode(warps=8),
 }
+DECODE_FP8_CONSTANTS = {
+    AS_THEY_ARE: Constants(),
+    "64 keys, 2 programs": _decode(tile=64, programs=2),
+    "64 keys, 3 programs": _decode(tile=64, programs=3),
+    "64 keys, 6 programs": _decode(tile=64, programs=6),
+    "64 keys, 3 stages": _decode(tile=64, stages=3),
+    "64 keys, 4 stages": _decode(tile=64, stages=4),
+    "64 keys, 7 stages": _decode(tile=64, stages=7, programs=3),
+    "64 keys, 2 warps": _decode(tile=64, warps=2),
+    "64 keys, 8 warps": _decode(tile=64, warps=8),
+    "32 keys": _decode(tile=32),
+    "32 keys, 7 stages": _decode(tile=32, stages=7),
+    "32 keys, 6 programs": _decode(tile=32, programs=6),
+    "32 keys, 2 warps, 6 programs": _decode(tile=32, warps=2, programs=6),
+    "128 keys, 2 programs": _decode(tile=128, programs=2),
+    "128 keys, 3 programs, 3 stages": _decode(tile=128, programs=3, stages=3),
+}
 EXPERT_CONSTANTS = {
     AS_THEY_ARE: Constants(),
     "64 x 64, 3 stages": _experts(64, 64, 3),
@@ -168,12 +185,14 @@ LINEAR_CONSTANTS = {
 TOKENS = (1, 16, 64, 256, 2048)
 
 
-def attention_of(part: PartRun, kind: Literal["prefill", "decode"]) -> None:
-    """Record the time of each batch with each choice of constants, in microseconds."""
+def attention_of(part: PartRun, kind: Literal["prefill", "decode"], *, is_fp8: bool = False) -> None:
+    """Record the time of each batch with each choice of constants, in microseconds; with keys in FP8 if asked."""
     cases, constants = (PREFILLS, PREFILL_CONSTANTS) if kind == "prefill" else (DECODES, DECODE_CONSTANTS)
+    if is_fp8 and kind == "decode":
+        constants = DECODE_FP8_CONSTANTS
     times = Times(part, constants)
     for heads in QUERY_HEADS:
-        shape = HeadShape(heads, KV_HEADS, HEAD_DIM, TritonBackend.default_block_size)
+        shape = HeadShape(heads, KV_HEADS, HEAD_DIM, TritonBackend.default_block_size, is_fp8=is_fp8)
         for name, lengths in cases.items():
             times.measure(f"{heads}/{KV_HEADS} heads, {name}", _attention(part, shape, lengths))
 
@@ -195,7 +214,7 @@ def linears_of(part: PartRun, models: list[str]) -> None:
 
 
 def _attention(part: PartRun, shape: HeadShape, lengths: Lengths) -> Callable[[], object]:
-    kv_bytes = 2 * 2 * sum(seq_len for _, seq_len in lengths) * shape.num_kv_heads * shape.head_dim
+    kv_bytes = sum(seq_len for _, seq_len in lengths) * shape.kv_bytes_per_token
     copies = 1 if lengths[0][0] > 1 else min(MAX_ROTATED, -(-ROTATED_BYTES // kv_bytes))
     batches = [make_inputs(lengths, shape, part.device, seed=seed) for seed in range(copies)]
 

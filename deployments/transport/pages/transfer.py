@@ -146,6 +146,7 @@ def described(page_format: PageFormat, info: EngineInfo) -> dict[str, str]:
     sizes = ", ".join(f"{kind.name}: {kind.num_bytes} bytes" for kind in page_format.kinds)
     return {
         "dtype": info.dtype,
+        "kv_cache_dtype": info.kv_cache_dtype,
         "block_size": str(page_format.block_size),
         "pages": sizes,
         "tensor_parallel_size": str(page_format.num_ranks),

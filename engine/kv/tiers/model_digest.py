@@ -35,6 +35,7 @@ def model_digest(config: EngineConfig, info: EngineInfo) -> bytes:
     options = (
         info.model,
         info.dtype,
+        info.kv_cache_dtype,
         info.device.partition(":")[0],
         info.attention_backend,
         info.max_model_len,  # by which some models scale their positions

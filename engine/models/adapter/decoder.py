@@ -82,7 +82,7 @@ class TransformersDecoder:
 
     def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """Return the last hidden states [num_tokens, hidden_size] of ``token_ids`` at ``positions`` [num_tokens]."""
-        layers = _PagedLayers(context, self.layer_caches)
+        layers = _PagedLayers(context, self.layer_caches, self._model.dtype)
         with attention_by(layers):
             hidden = self._hidden_states(token_ids, positions)
         assert layers.num_computed == len(self.layer_caches)
@@ -155,12 +155,16 @@ class _BackboneOutput:
 
 
 class _PagedLayers:
-    """Computes the attention layers of one step, in the model's order, with the step's backend and cache."""
+    """Computes the attention layers of one step, in the model's order, with the step's backend and cache.
+
+    Args:
+        dtype: of queries, and of keys and values before they are rounded to a cache of FP8.
+    """
 
     checks_masks = False
 
-    def __init__(self, context: ForwardContext, layer_caches: Sequence[LayerCache]) -> None:
-        self._context, self._layer_caches = context, layer_caches
+    def __init__(self, context: ForwardContext, layer_caches: Sequence[LayerCache], dtype: torch.dtype) -> None:
+        self._context, self._layer_caches, self._dtype = context, layer_caches, dtype
         self.num_computed = 0
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
@@ -168,7 +172,7 @@ class _PagedLayers:
         key_cache, value_cache = context.kv_cache.layers[self.num_computed]
         stores = not isinstance(self._layer_caches[self.num_computed], SharedWith)
         self.num_computed += 1
-        dtype = key_cache.dtype  # a module may have computed its keys in float32
+        dtype = self._dtype  # a module may have computed its keys in float32
         metadata = context.metadata_for(call.sliding_window)
         # All keys of the step are written before any is read: sequences of one step may share a block it fills.
         if stores:

@@ -30,6 +30,7 @@ from engine.models.checkpoint.formats.coded_reading import code_format_of, read_
 from engine.models.checkpoint.formats.gguf import gguf_entries
 from engine.models.checkpoint.formats.table import group_weights
 from engine.models.checkpoint.gpt_oss_experts import with_stacked_experts
+from engine.models.checkpoint.kv_scales import StoredKVScales
 from engine.models.checkpoint.mlx_layout import with_joined_latents, with_mlx_layout
 from engine.models.checkpoint.own_memory import own_memory
 from engine.models.checkpoint.packed_weight import PackedWeight, Scratch, read_packed
@@ -56,15 +57,19 @@ class Checkpoint:
         files: the open files.
 
     Attributes:
+        kv_scales: the scales of keys and values.
         description: what says which weights there are, for messages: config.json, or a GGUF file's metadata.
         remedy: what to do if it is wrong.
     """
 
-    def __init__(self, path: Path, stored: dict[str, Entry], files: TensorFiles) -> None:
+    def __init__(
+        self, path: Path, stored: dict[str, Entry], files: TensorFiles, kv_scales: StoredKVScales | None = None
+    ) -> None:
         self.path = path
         self._stored = stored
         self._files = files
         self._scratch = Scratch()
+        self.kv_scales = kv_scales or StoredKVScales({}, files)
         self.description, self.remedy = "config.json", "download config.json and the weights again, from one source"
         if is_gguf(path):
             self.description, self.remedy = "metadata", "download the file again"
@@ -311,7 +316,7 @@ def open_checkpoint(path: str | Path) -> Iterator[Checkpoint]:
             stored = join_shards(file, weight_map, by_file)
         else:
             stored = _open(files, file)
-        yield Checkpoint(directory, _entries(directory, stored, files), files)
+        yield Checkpoint(directory, *_entries(directory, stored, files))
 
 
 def _gguf_entries(path: Path, files: TensorFiles) -> dict[str, Entry]:
@@ -322,8 +327,10 @@ def _gguf_entries(path: Path, files: TensorFiles) -> dict[str, Entry]:
         raise ModelLoadError(f"'{path}' could not be read: {error}") from error
 
 
-def _entries(directory: Path, stored: dict[str, StoredTensor], files: TensorFiles) -> dict[str, Entry]:
-    """Return the weights that the tensors hold, each quantised one as a single entry."""
+def _entries(
+    directory: Path, stored: dict[str, StoredTensor], files: TensorFiles
+) -> tuple[dict[str, Entry], TensorFiles, StoredKVScales]:
+    """Return the weights that the tensors hold, each quantised one as a single entry, and the scales of the cache."""
 
     def read(tensor: StoredTensor) -> bytes:
         memory = bytearray(tensor.stop - tensor.start)
@@ -339,10 +346,12 @@ def _entries(directory: Path, stored: dict[str, StoredTensor], files: TensorFile
     except OSError as error:
         raise ModelLoadError(f"'{config}' could not be read: {error}") from error
     known = as_known_text(raw)
-    entries = group_weights(text_tensors(raw, stored), read_quantization(directory, known), read)
+    tensors = text_tensors(raw, stored)
+    entries = group_weights(tensors, read_quantization(directory, known), read)
     architecture = architecture_of(known)
     entries = with_stacked_experts(architecture, with_mlx_layout(architecture, entries))
-    return _with_flat_decays(with_experts_turned(architecture, entries))
+    entries = _with_flat_decays(with_experts_turned(architecture, entries))
+    return entries, files, StoredKVScales(tensors, files)
 
 
 def _open(files: TensorFiles, file: Path) -> dict[str, StoredTensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from engine.models.checkpoint.kv_scales import KVScales
 from engine.models.config.model_config import ModelConfig
 from engine.models.decoder.forward_context import ForwardContext
 from engine.models.decoder.norms import norm_if
@@ -24,6 +25,9 @@ class Attention(nn.Module):
 
     Args:
         config: a rank's own share, ``ModelConfig.shard``.
+
+    Attributes:
+        kv_scales: of keys and values in a cache of FP8.
     """
 
     def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel, ops: LayerOps) -> None:
@@ -33,6 +37,7 @@ class Attention(nn.Module):
         self.scale, self.softcap = config.attention_scale, config.attention_softcap
         kv_heads = config.kv_heads(layer)
         self.stores = layer not in config.layer_heads.shared
+        self.kv_scales = KVScales()
         self.value_eps = config.rms_norm_eps if config.normalizes_values and self.stores else None
         query_width, key_width = config.num_heads * kv_heads.dim, kv_heads.count * kv_heads.dim if self.stores else 0
         self.gate_width = query_width if config.gates_attention else 0
@@ -51,7 +56,8 @@ class Attention(nn.Module):
         """Map ``hidden`` [num_tokens, hidden_size] to the same shape; first stores its keys and values."""
         key_cache, value_cache = context.kv_cache.layers[self.cache]
         metadata = context.metadata_for(self.window)
-        cache = LayerCache(key_cache, value_cache, metadata.slot_mapping if self.stores else None)
+        slots, scales = metadata.slot_mapping if self.stores else None, self.kv_scales
+        cache = LayerCache(key_cache, value_cache, slots, scales.key, scales.value)
         # All keys of the step are written before any is read: sequences of one step may share a block it fills.
         gate_and_qkv = self.qkv_proj(hidden)
         qkv = gate_and_qkv[:, self.gate_width :]
@@ -59,7 +65,17 @@ class Attention(nn.Module):
         if self.grows_queries:
             assert context.query_factors is not None
             query = (query * context.query_factors).to(query.dtype)
-        inputs = AttentionInputs(query, key_cache, value_cache, metadata, self.scale, self.window, self.softcap)
+        inputs = AttentionInputs(
+            query,
+            key_cache,
+            value_cache,
+            metadata,
+            self.scale,
+            self.window,
+            self.softcap,
+            key_scale=scales.key,
+            value_scale=scales.value,
+        )
         attended = context.backend.forward(inputs).flatten(1)
         if self.gate_width:
             attended = attended * torch.sigmoid(gate_and_qkv[:, : self.gate_width])

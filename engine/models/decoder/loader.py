@@ -13,10 +13,11 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from engine.models.checkpoint.checkpoint import open_checkpoint
+from engine.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from engine.models.checkpoint.stored_parts import EMBEDDING, HEAD, LAYER_EMBEDDING
 from engine.models.checkpoint.weights import read_weights, with_stored_head
 from engine.models.config.model_config import ModelConfig
+from engine.models.decoder.attention import Attention
 from engine.models.decoder.coded_plan import NO_CODES, CodedPlan, plan_codes, plan_quantization
 from engine.models.decoder.cpu_decoder import CpuDecoder, head_is_embedding
 from engine.models.decoder.cpu_decoder import can_run as cpu_kernels_can_run
@@ -55,6 +56,7 @@ def load_decoder(
     quantization: str | None = None,
     batch_invariant: bool = False,
     use_cpu_kernels: bool = True,
+    has_fp8_cache: bool = False,
     show_progress: bool = False,
 ) -> Decoder | CpuDecoder:
     """Build the model that ``hf_config`` describes and fill it from the directory's safetensors.
@@ -64,6 +66,7 @@ def load_decoder(
             quantised checkpoint.
         batch_invariant: whether a token's logits must have the same bits in any batch.
         use_cpu_kernels: whether the C kernels may compute the model, attention included; compiles them if necessary.
+        has_fp8_cache: whether keys and values are cached in FP8, with the checkpoint's scales.
         show_progress: show a bar on stderr if that is a terminal, else log the progress of a load that takes long.
 
     Returns:
@@ -115,6 +118,8 @@ def load_decoder(
         else:
             model = skeleton
             model.rope = [table.to(device) for table in rope]
+            if has_fp8_cache:
+                _take_kv_scales(model, checkpoint)
             if keeps_codes and device.type == "cuda":
                 plan = plan_codes(
                     _linear_shapes(model), checkpoint, config, parallel, is_head_embedding=False, is_packed=False
@@ -130,6 +135,18 @@ def load_decoder(
     for layer in coded.values():  # a step may have any number of rows, and must not wait for a compilation
         layer.compile_kernels(dtype)
     return model
+
+
+def _take_kv_scales(model: Decoder, checkpoint: Checkpoint) -> None:
+    """Give the layers the checkpoint's scales of keys and values in FP8; a layer without one keeps 1."""
+    scales, shared = checkpoint.kv_scales.read(), model.config.layer_heads.shared
+    count = 0
+    for index, layer in enumerate(model.layers):
+        if isinstance(layer.self_attn, Attention) and (own := scales.get(shared.get(index, index))) is not None:
+            layer.self_attn.kv_scales = own
+            count += 1
+    if model.parallel.rank == 0:
+        logger.info("Keys and values are cached in FP8 (E4M3); the checkpoint has the scales of %d layers", count)
 
 
 def _plan_of(

@@ -11,15 +11,20 @@ that share a KV head are packed into the rows of one tile, so that a key is load
 A latent is a key whose beginning is its value too. It is loaded once, with the rest of the key apart; the tiles of
 query heads that share it are counted as KV heads, all of which begin where the slot does.
 
+A cache in FP8 is read as words of two neighbouring elements. Products and sums are then of the even elements and of the
+odd ones.
+
 Memory that a masked lane points at is never read: a block of -1, a slot after the context, a padded head dimension.
 """
 
-# ruff: noqa: N803 - Triton's users write compile-time constants in capitals
+# ruff: noqa: N803, N806 - Triton's users write compile-time constants in capitals
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from kernels.cache.triton.fp8 import decode_fp8
 
 __all__ = ["METADATA", "add_sink", "attend_to_range", "first_tile", "reload_rows"]
 
@@ -71,7 +76,9 @@ def add_sink(row_sum, row_max, sink):
 @triton.jit
 def _attend_to_tiles(
     state,  # (unnormalised sum [ROWS, DIM_PADDED], row maxima [ROWS], row sums [ROWS]) of the keys before
-    query,
+    odd_output,  # with words, the sum of odd elements, while that in the state is of even ones; else None
+    query,  # with words, of even elements
+    odd_query,
     rope_query,
     query_position,
     first_key,
@@ -92,7 +99,10 @@ def _attend_to_tiles(
     TILE: tl.constexpr,
     SEES_ALL: tl.constexpr,  # whether every query sees every key of the range, which is a multiple of TILE
 ):
-    """Add the keys at positions [first_key, end_key) to the state, and return it."""
+    """Add the keys at positions [first_key, end_key) to the state, and return it.
+
+    HEAD_DIM and DIM_PADDED are of what is loaded: elements, or words.
+    """
     output, row_max, row_sum = state
     dim = tl.arange(0, DIM_PADDED)
     for start in range(first_key, end_key, TILE):
@@ -104,8 +114,12 @@ def _attend_to_tiles(
         slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
         offset = slot[:, None] * slot_stride + dim[None, :]
         mask = (block >= 0)[:, None] & (dim[None, :] < HEAD_DIM)
-        keys = tl.load(key_head + offset, mask=mask, other=0.0)
+        keys = tl.load(key_head + offset, mask=mask, other=0)
+        if odd_query is not None:
+            keys, odd_keys = decode_fp8(keys, query.dtype)
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
+        if odd_query is not None:
+            scores = tl.dot(odd_query, tl.trans(odd_keys), scores, input_precision="ieee")
         if rope_query is not None:
             rope_dim = tl.arange(0, ROPE_PADDED)
             rope_mask = (block >= 0)[:, None] & (rope_dim[None, :] < ROPE_DIM)
@@ -134,12 +148,16 @@ def _attend_to_tiles(
         rescale = tl.exp2(row_max - finite_max)
         values = keys
         if rope_query is None:
-            values = tl.load(value_head + offset, mask=mask, other=0.0)
+            values = tl.load(value_head + offset, mask=mask, other=0)
         row_sum = row_sum * rescale + tl.sum(weights, axis=1)
         output = output * rescale[:, None]
+        if odd_query is not None:
+            values, odd_values = decode_fp8(values, query.dtype)
+            odd_output = odd_output * rescale[:, None]
+            odd_output += tl.dot(weights.to(query.dtype), odd_values, input_precision="ieee")
         output += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
         row_max = new_max
-    return output, row_max, row_sum
+    return (output, row_max, row_sum), odd_output
 
 
 @triton.jit
@@ -150,7 +168,7 @@ def attend_to_range(
     first_key,
     seen_end,  # up to there every query sees every key; not used with a window or chunks
     end_key,
-    key_head,  # pointers to this KV head of slot 0
+    key_head,  # pointers to this KV head of slot 0, of elements or of uint16 words
     value_head,
     slot_stride,
     block_table,  # pointer to this sequence's row
@@ -171,16 +189,26 @@ def attend_to_range(
 
     first_key is a multiple of TILE.
     """
+    PER_WORD: tl.constexpr = 2 if key_head.dtype.element_ty == tl.uint16 else 1
+    LOADED: tl.constexpr = HEAD_DIM // PER_WORD
+    LOADED_PADDED: tl.constexpr = DIM_PADDED // PER_WORD
+    odd_query = None
+    odd_output = None
+    if PER_WORD == 2:
+        query, odd_query = tl.split(tl.reshape(query, (ROWS, LOADED_PADDED, 2)))
+        odd_output = tl.zeros([ROWS, LOADED_PADDED], dtype=tl.float32)
     state = (
-        tl.zeros([ROWS, DIM_PADDED], dtype=tl.float32),
+        tl.zeros([ROWS, LOADED_PADDED], dtype=tl.float32),
         tl.full([ROWS], float("-inf"), dtype=tl.float32),
         tl.zeros([ROWS], dtype=tl.float32),
     )
     if TWO_LOOPS:
         masked_from = tl.maximum(first_key, seen_end // TILE * TILE)
-        state = _attend_to_tiles(
+        state, odd_output = _attend_to_tiles(
             state,
+            odd_output,
             query,
+            odd_query,
             rope_query,
             query_position,
             first_key,
@@ -194,17 +222,19 @@ def attend_to_range(
             WINDOW,
             CHUNK,
             BLOCK_SIZE,
-            HEAD_DIM,
-            DIM_PADDED,
+            LOADED,
+            LOADED_PADDED,
             ROPE_DIM,
             ROPE_PADDED,
             TILE,
             True,
         )
         first_key = masked_from
-    return _attend_to_tiles(
+    state, odd_output = _attend_to_tiles(
         state,
+        odd_output,
         query,
+        odd_query,
         rope_query,
         query_position,
         first_key,
@@ -218,10 +248,14 @@ def attend_to_range(
         WINDOW,
         CHUNK,
         BLOCK_SIZE,
-        HEAD_DIM,
-        DIM_PADDED,
+        LOADED,
+        LOADED_PADDED,
         ROPE_DIM,
         ROPE_PADDED,
         TILE,
         False,
     )
+    if PER_WORD == 2:
+        output, row_max, row_sum = state
+        state = (tl.reshape(tl.join(output, odd_output), (ROWS, DIM_PADDED)), row_max, row_sum)
+    return state

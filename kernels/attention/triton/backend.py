@@ -79,6 +79,8 @@ class TritonBackend(AttentionBackend):
             inputs = replace(inputs, query=inputs.query.contiguous())
         output = inputs.query.new_empty(*inputs.query.shape[:2], inputs.value_dim)
         metadata, layer = inputs.metadata, _layer_shape(inputs)
+        if inputs.is_fp8:
+            inputs = _with_words(inputs)
         if metadata.num_decodes:
             key = layer.window, layer.keys_per_tile, layer.max_splits
             plan = self._plans.get(metadata, key, lambda: _plan_splits(metadata, layer))
@@ -102,7 +104,15 @@ def _layer_shape(inputs: AttentionInputs) -> LayerShape:
         inputs.query.element_size(),
         inputs.window,
         inputs.head_dim - inputs.value_dim if inputs.has_latents else 0,
+        inputs.is_fp8,
     )
+
+
+def _with_words(inputs: AttentionInputs) -> AttentionInputs:
+    """Return the inputs with caches of FP8 as words of two elements, and the keys' scale in that of the scores."""
+    assert inputs.head_dim % 2 == 0
+    key_words, value_words = (cache.view(torch.uint16) for cache in (inputs.key_cache, inputs.value_cache))
+    return replace(inputs, key_cache=key_words, value_cache=value_words, scale=inputs.scale * inputs.key_scale)
 
 
 shape_of = cache(LayerShape)  # one object for all layers and steps of a shape
@@ -136,7 +146,7 @@ def _tile_constants(inputs: AttentionInputs, layer: LayerShape) -> dict[str, int
 
 
 def _cache_strides(inputs: AttentionInputs) -> tuple[int, int]:
-    """Return the elements from a slot to the next one, and from a KV head: tiles of heads share a latent."""
+    """Return the elements or words from a slot to the next one, and from a KV head: tiles of heads share a latent."""
     slot_stride, head_stride = inputs.key_cache.stride()[1:3]
     return slot_stride, 0 if inputs.has_latents else head_stride
 
@@ -189,6 +199,7 @@ def _launch_decodes(output: torch.Tensor, inputs: AttentionInputs, layer: LayerS
         inputs.sinks,
         inputs.scale,
         inputs.softcap,
+        inputs.value_scale if layer.is_fp8 else None,
         metadata.num_decodes,
         *query.stride()[:2],
         *output.stride()[:2],
@@ -237,6 +248,7 @@ def _launch_prefills(output: torch.Tensor, inputs: AttentionInputs, layer: Layer
         inputs.sinks,
         inputs.scale,
         inputs.softcap,
+        inputs.value_scale if layer.is_fp8 else None,
         first,
         num_seqs,
         *query.stride()[:2],

@@ -84,19 +84,20 @@ def split_decode_kernel(
     first_item,
     item_sequences,
     query,
-    key_cache,
+    key_cache,  # of FP8 as uint16 words of two elements, as value_cache
     value_cache,
     seq_lens,
     block_tables,
     sinks,  # float32 [num_heads], or None
     scale,
     softcap,  # or None
+    value_scale,  # of a cache in FP8, or None
     num_seqs,
     query_token_stride,
     query_head_stride,
     output_token_stride,
     output_head_stride,
-    slot_stride,
+    slot_stride,  # in elements or words
     kv_head_stride,
     table_stride,
     GROUP_SIZE: tl.constexpr,
@@ -172,6 +173,8 @@ def split_decode_kernel(
         has_keys = row_sum > 0.0
         safe_sum = tl.where(has_keys, row_sum, 1.0)
         attended = attended / safe_sum[:, None]
+        if value_scale is not None:
+            attended = attended * value_scale
         if is_whole:
             output_offset = token * output_token_stride + (head * output_head_stride)[:, None] + dim[None, :]
             tl.store(output + output_offset, attended.to(output.dtype.element_ty), mask=mask)

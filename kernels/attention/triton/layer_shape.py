@@ -28,10 +28,11 @@ class LayerShape:
 
     Attributes:
         group_size: query heads that share a KV head.
-        element_size: bytes of an element of queries and keys.
+        element_size: bytes of an element of queries, and of keys unless these are in FP8.
         window: None: queries see all keys.
         rope_dim: of latents, elements of a key after those that are its value, which are ``head_dim``; 0: no layer has
             latents. With latents ``group_size`` query heads are a tile, and ``num_kv_heads`` counts these tiles.
+        is_fp8: whether keys and values are in FP8.
     """
 
     group_size: int
@@ -40,6 +41,7 @@ class LayerShape:
     element_size: int
     window: Window | None
     rope_dim: int = 0
+    is_fp8: bool = False
 
     @cached_property
     def rope_padded(self) -> int:
@@ -48,8 +50,13 @@ class LayerShape:
 
     @cached_property
     def dim_padded(self) -> int:
-        """Elements of a head, padded to a dimension that tl.dot takes."""
-        return max(_MIN_DOT, _next_power_of_2(self.head_dim))
+        """Elements of a head, padded to a dimension that tl.dot takes; of FP8 it takes half of them at a time."""
+        return max(2 * _MIN_DOT if self.is_fp8 else _MIN_DOT, _next_power_of_2(self.head_dim))
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of a key of one head, padded."""
+        return self.dim_padded * (1 if self.is_fp8 else self.element_size)
 
     @cached_property
     def keys_per_tile(self) -> int:
@@ -57,8 +64,7 @@ class LayerShape:
 
         Measured on an H200 for heads of 128 elements: with 32 keys both kernels are faster than with 64 or 16.
         """
-        key_bytes = self.dim_padded * self.element_size
-        return max(_MIN_DOT, min(64, max(8192 // key_bytes, min(32, 16384 // key_bytes))))
+        return max(_MIN_DOT, min(64, max(8192 // self.key_bytes, min(32, 16384 // self.key_bytes))))
 
     @cached_property
     def decode_rows(self) -> int:
@@ -68,7 +74,7 @@ class LayerShape:
     @cached_property
     def decode_programs(self) -> int:
         """Programs of decodes on a multiprocessor: as many as its shared memory holds the loads of."""
-        return 4 if self.keys_per_tile * self.dim_padded * self.element_size <= 8192 else 2
+        return 4 if self.keys_per_tile * self.key_bytes <= 8192 else 2
 
     @cached_property
     def max_splits(self) -> int:

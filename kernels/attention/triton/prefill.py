@@ -39,7 +39,7 @@ def _sequence_of_tile(tile, cu_seqlens_q, num_seqs, QUERIES_PER_TILE: tl.constex
 def prefill_kernel(
     output,
     query,
-    key_cache,
+    key_cache,  # of FP8 as uint16 words of two elements, as value_cache
     value_cache,
     cu_seqlens_q,
     seq_lens,
@@ -47,13 +47,14 @@ def prefill_kernel(
     sinks,  # float32 [num_heads], or None
     scale,
     softcap,  # or None
+    value_scale,  # of a cache in FP8, or None
     first_token,  # index of the first sequence's first query: cu_seqlens_q[0]
     num_seqs,
     query_token_stride,
     query_head_stride,
     output_token_stride,
     output_head_stride,
-    slot_stride,
+    slot_stride,  # in elements or words
     kv_head_stride,
     table_stride,
     GROUP_SIZE: tl.constexpr,
@@ -134,6 +135,8 @@ def prefill_kernel(
         if sinks is not None:
             row_sum = add_sink(row_sum, row_max, tl.load(sinks + first_head + row % GROUP_SIZE))
         attended = attended / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]  # a padding sequence has no keys
+        if value_scale is not None:
+            attended = attended * value_scale
         own_output = output + token * output_token_stride + first_head * output_head_stride
         row_offset = row // GROUP_SIZE * output_token_stride + row % GROUP_SIZE * output_head_stride
         pointers = own_output + row_offset[:, None] + dim[None, :]

@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.cache.triton.fp8 import encode_fp8
+
 _SQRT_8_OVER_PI = tl.constexpr(1.5957691216057308)
 
 
@@ -85,6 +87,7 @@ def _rotate_heads(
     cos,
     sin,
     eps,
+    inverse_scale,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEADS_PADDED: tl.constexpr,
@@ -95,7 +98,8 @@ def _rotate_heads(
 ):
     """Normalize and rotate a token's contiguous heads, as two tiles of their first and second halves.
 
-    ``cos`` and ``sin`` are [1, HALF_PADDED], or None. Without weights heads are normalized only if IS_UNWEIGHTED.
+    ``cos`` and ``sin`` are [1, HALF_PADDED], or None. Without weights heads are normalized only if IS_UNWEIGHTED. With
+    an ``inverse_scale`` the output is FP8: the codes of what it would be otherwise, times that factor.
     """
     HALF: tl.constexpr = HEAD_DIM // 2
     head = tl.arange(0, HEADS_PADDED)[:, None]
@@ -120,8 +124,13 @@ def _rotate_heads(
         second = second * factor
     if cos is not None:
         first, second = first * cos - second * sin, second * cos + first * sin
-    tl.store(output + offset, first.to(output.dtype.element_ty), mask=mask)
-    tl.store(output + offset + HALF, second.to(output.dtype.element_ty), mask=mask)
+    first = first.to(heads.dtype.element_ty)
+    second = second.to(heads.dtype.element_ty)
+    if inverse_scale is not None:
+        first = encode_fp8(first, inverse_scale)
+        second = encode_fp8(second, inverse_scale)
+    tl.store(output + offset, first, mask=mask)
+    tl.store(output + offset + HALF, second, mask=mask)
 
 
 # The arrays of a step may be slices of one buffer, with another alignment in another step.
@@ -130,6 +139,8 @@ def rotate_and_store_kernel(
     query,  # [num_tokens, NUM_HEADS, HEAD_DIM]
     key_cache,
     value_cache,
+    inverse_key_scale,  # of caches of FP8, which are uint8; else None
+    inverse_value_scale,
     qkv,
     query_weight,  # [HEAD_DIM] or [NUM_HEADS * HEAD_DIM], or None
     key_weight,  # likewise
@@ -165,6 +176,7 @@ def rotate_and_store_kernel(
         cos,
         sin,
         eps,
+        None,
         NUM_HEADS,
         HEAD_DIM,
         HEADS_PADDED,
@@ -183,6 +195,7 @@ def rotate_and_store_kernel(
                 cos,
                 sin,
                 eps,
+                inverse_key_scale,
                 NUM_KV_HEADS,
                 HEAD_DIM,
                 KV_HEADS_PADDED,
@@ -199,6 +212,7 @@ def rotate_and_store_kernel(
                     None,
                     None,
                     eps,
+                    inverse_value_scale,
                     NUM_KV_HEADS,
                     HEAD_DIM,
                     KV_HEADS_PADDED,
@@ -210,7 +224,10 @@ def rotate_and_store_kernel(
             else:
                 at = tl.arange(0, 2 * KV_HEADS_PADDED * HALF_PADDED)  # of the slot, whose heads are contiguous
                 mask = at < NUM_KV_HEADS * HEAD_DIM
-                tl.store(value_cache + start + at, tl.load(values + at, mask=mask), mask=mask)
+                stored = tl.load(values + at, mask=mask)
+                if inverse_value_scale is not None:
+                    stored = encode_fp8(stored, inverse_value_scale)
+                tl.store(value_cache + start + at, stored, mask=mask)
 
 
 # --- feed-forward ----------------------------------------------------------------------------------------------------

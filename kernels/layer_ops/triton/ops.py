@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 
+from kernels.cache.fp8 import FP8
 from kernels.layer_ops.base import Activation, Addend, LatentCache, LayerCache, LayerOps, Norm, Rotation
 from kernels.layer_ops.triton.kernels import add_norm_kernel, gated_activation_kernel, rotate_and_store_kernel
 from kernels.layer_ops.triton.latents import rotate_and_store_latents_kernel
@@ -80,10 +81,13 @@ class TritonOps(LayerOps):
         if num_tokens == 0:
             return query
         heads_padded, half_padded = triton.next_power_of_2(num_heads), triton.next_power_of_2(head_dim // 2)
+        is_fp8 = cache.keys.dtype == FP8
         rotate_and_store_kernel[(num_tokens,)](
             query,
-            cache.keys,
-            cache.values,
+            cache.keys.view(torch.uint8) if is_fp8 else cache.keys,
+            cache.values.view(torch.uint8) if is_fp8 else cache.values,
+            1.0 / cache.key_scale if is_fp8 else None,
+            1.0 / cache.value_scale if is_fp8 else None,
             qkv,
             None if query_norm is None else query_norm.weight,
             None if key_norm is None else key_norm.weight,

@@ -24,7 +24,7 @@ START = (
     r"Loading weights took \d+\.\d\d seconds",
     r"Model loading took 0\.00 GiB and \d+\.\d\d seconds",
     r"swap_space_gib is not set: 0\.00 GiB of host memory, taken little by little ahead of its use",
-    r"CPU KV cache size: 160 tokens, 20 blocks of 8 in 0\.00 GiB",
+    r"CPU KV cache size: 160 tokens in bfloat16, 20 blocks of 8 in 0\.00 GiB",
     r"Host memory for preempted requests and evicted prefixes: 80 blocks, 0 pages of windows and 0 states in 0\.00 GiB",
     r"Maximum concurrency for 64 tokens per request: 2\.50x",
     r"init engine took \d+\.\d\d seconds",

@@ -116,7 +116,7 @@ def test_the_log_says_blocks_tokens_gib_and_full_length_requests(
     lines = [record.getMessage() for record in caplog.records]
     size = runner.workers.local.kv_cache.num_bytes / 2**30
     assert lines[-2:] == [
-        f"CPU KV cache size: 384 tokens, 24 blocks of 16 in {size:.2f} GiB",
+        f"CPU KV cache size: 384 tokens in {runner.info.dtype}, 24 blocks of 16 in {size:.2f} GiB",
         "Maximum concurrency for 128 tokens per request: 3.00x",
     ]
     assert runner.workers.local.kv_cache.blocks.bytes_per_page == runner.workers.local.shard.page_sizes.block

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from kernels.cache import reference
+from kernels.cache.fp8 import FP8
 from kernels.cache.store_kvcache import store_kvcache
 from tests.pairs import each_pair
 
-Store = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+Store = Callable[..., None]
 NUM_BLOCKS = 5
 SLOTS = {
     "one token": [7],
@@ -63,6 +64,26 @@ def test_writes_each_token_to_its_slot_and_nothing_else(
 ) -> None:
     key, value = torch.randn(2, len(slots), *heads).to(device, dtype)
     _check(store, key, value, slots)
+
+
+@each_pair(
+    indirect=["store"],
+    store=["torch", "triton"],
+    slots=SLOTS,
+    heads=[(1, 1), (2, 80), (3, 16), (8, 128)],
+    dtype=[torch.float32, torch.float16, torch.bfloat16],
+)
+def test_a_cache_in_fp8(
+    store: Store, device: torch.device, slots: list[int], heads: tuple[int, int], dtype: torch.dtype
+) -> None:
+    key, value = 300.0 * torch.randn(2, len(slots), *heads).to(device, dtype)  # some are beyond the largest number
+    slot_mapping = torch.tensor(slots, dtype=torch.int64, device=device)
+    caches = []
+    for write in (store, reference.store_kvcache):
+        memory = torch.full((2, NUM_BLOCKS, 4, *heads), -1, dtype=torch.int8, device=device).view(FP8)
+        write(key, value, memory[0], memory[1], slot_mapping, 0.5, 1.7)
+        caches.append(memory.view(torch.uint8))
+    assert torch.equal(*caches)
 
 
 @pytest.mark.parametrize("slots", [[9, 0, 4], [9, -1, 4]])

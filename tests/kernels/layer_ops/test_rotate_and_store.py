@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from kernels.cache.fp8 import FP8, to_fp8
 from kernels.layer_ops import reference
 from kernels.layer_ops.base import LayerCache, LayerOps, Rotation
 from tests.kernels.layer_ops.tensors import TOLERANCES, Random, TestNorm, assert_close
@@ -95,6 +96,29 @@ def test_a_layer_that_only_reads_its_cache_has_queries_alone(
     assert got.shape == (len(SLOTS), 6, 16)
     assert cache.keys.isnan().all()
     assert cache.values.isnan().all()
+
+
+@pytest.mark.parametrize("normalizes_values", [False, True])
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS.keys())
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_a_cache_in_fp8_has_what_another_cache_would_have_rounded(
+    ops: LayerOps, normalizes_values: bool, heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+) -> None:
+    random, (num_heads, num_kv_heads, head_dim) = Random(dtype, device), heads
+    qkv = 100.0 * random(len(SLOTS), (num_heads + 2 * num_kv_heads) * head_dim)  # some are beyond the largest number
+    rotation, scales = _rotation(random, len(SLOTS), head_dim), (0.7, 1.3)
+    eps = 1e-5 if normalizes_values else None
+    plain = _cache(random, num_kv_heads, head_dim, SLOTS)
+    codes = torch.full((2, *plain.keys.shape), -1, dtype=torch.int8, device=device).view(FP8)
+    cache = LayerCache(codes[0], codes[1], plain.slot_mapping, *scales)
+    assert torch.equal(
+        ops.rotate_and_store(qkv, None, None, rotation, cache, eps),
+        ops.rotate_and_store(qkv, None, None, rotation, plain, eps),
+    )
+    for got, numbers, scale in ((cache.keys, plain.keys, scales[0]), (cache.values, plain.values, scales[1])):
+        expected = to_fp8(numbers, scale).view(torch.uint8)
+        expected[numbers.isnan()] = 255  # not written
+        assert torch.equal(got.view(torch.uint8), expected)
 
 
 @pytest.mark.parametrize("slots", [[], [3], [-1, -1]])

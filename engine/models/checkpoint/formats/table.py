@@ -52,7 +52,7 @@ _ZERO_POINT = "weight_zero_point"  # also of formats without zero points, as zer
 # Factors of a layer's inputs, without which its weights are those of another model: ModelOpt's AWQ has the first.
 _INPUT_FACTORS, _UNREAD_FACTORS = "pre_quant_scale", "smooth_scale"
 
-# Scales of an FP8 KV cache. The cache has the model's dtype here, so keys and values are stored as they are.
+# Scales of an FP8 KV cache, which kv_scales.py reads.
 _OF_KV_CACHE = ("k_scale", "v_scale", "q_scale", "kv_scale", "prob_output_scale", "k_zero_point", "v_zero_point")
 
 
