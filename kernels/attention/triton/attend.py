@@ -76,7 +76,7 @@ def add_sink(row_sum, row_max, sink):
 @triton.jit
 def _attend_to_tiles(
     state,  # (unnormalised sum [ROWS, DIM_PADDED], row maxima [ROWS], row sums [ROWS]) of the keys before
-    odd_output,  # with words, the sum of odd elements, while that in the state is of even ones; else None
+    odd_output,  # with words, the sum of odd elements, while that in the state is of even ones; else nothing
     query,  # with words, of even elements
     odd_query,
     rope_query,
@@ -193,7 +193,7 @@ def attend_to_range(
     LOADED: tl.constexpr = HEAD_DIM // PER_WORD
     LOADED_PADDED: tl.constexpr = DIM_PADDED // PER_WORD
     odd_query = None
-    odd_output = None
+    odd_output = tl.zeros([ROWS], dtype=tl.float32)  # Triton 3.6 returns no None among others
     if PER_WORD == 2:
         query, odd_query = tl.split(tl.reshape(query, (ROWS, LOADED_PADDED, 2)))
         odd_output = tl.zeros([ROWS, LOADED_PADDED], dtype=tl.float32)
