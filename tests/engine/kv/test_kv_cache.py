@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from engine.errors import ConfigError, KVCacheError
 from engine.kv.kv_cache import KVCache
-from engine.kv.layer_cache import KeyValue, Latent, LayerCache, SharedWith, State, TokenCache
+from engine.kv.layer_cache import KeyValue, Latent, LayerCache, SharedWith, State, TokenCache, in_dtype
 from engine.kv.pool_sizes import PageSizes, PoolSizes
+from kernels.cache.fp8 import FP8
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
@@ -27,12 +28,14 @@ DECLARATIONS = [  # whose blocks are copied as integers of each width
     [KeyValue(heads=1, key_dim=3, value_dim=2), KeyValue(heads=2, key_dim=2, value_dim=3)],
     [Latent(rank=5, rope_dim=2)] * 3,
     [Latent(rank=6, rope_dim=2), KeyValue(heads=2, key_dim=4, value_dim=4), Latent(rank=6, rope_dim=2)],
+    [KeyValue(heads=2, key_dim=3, value_dim=3, dtype="fp8")] * 3,
+    [KeyValue(heads=2, key_dim=8, value_dim=4, dtype="fp8")] * 2,
 ]
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return the raw bits, so that a NaN equals itself and 0.0 differs from -0.0."""
-    return tensor.view(torch.int32 if tensor.dtype.itemsize == 4 else torch.int16)
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.dtype.itemsize])
 
 
 def make_cache(
@@ -67,8 +70,8 @@ class ReferenceCache:
             top = torch.iinfo(tensor.dtype)
             random = torch.randint(top.min, top.max, tensor[block_id].shape, generator=self.generator)
             tensor[block_id] = random.to(tensor.dtype)
-            infinity = torch.full((), float("inf"), dtype=part.dtype)
-            tensor[block_id].view(-1)[::3] = bits(infinity) | 5
+            nan = torch.full((), float("nan"), dtype=part.dtype)
+            tensor[block_id].view(-1)[::3] = bits(nan) | 5
         self.device[block_id] = [
             tuple(bits(part)[block_id].to("cpu", copy=True) for part in layer) for layer in self.cache.layers
         ]
@@ -161,6 +164,17 @@ def test_layers_have_the_shapes_that_they_declare() -> None:
     cache = make_cache(layers=[KeyValue(heads=2, key_dim=4, value_dim=3), KeyValue(heads=1, key_dim=3, value_dim=6)])
     assert [[part.shape[2:] for part in layer] for layer in cache.layers] == [[(2, 4), (2, 3)], [(1, 3), (1, 6)]]
     assert all(part.is_contiguous() and part.shape[:2] == (BLOCKS, 2) for layer in cache.layers for part in layer)
+
+
+def test_layers_in_fp8_take_a_byte_a_number_beside_others_and_states() -> None:
+    fp8 = in_dtype([KeyValue(2, 4, 4), State(((3,),)), KeyValue(2, 4, 4, window=8)], "fp8")
+    layers = [KeyValue(2, 4, 4), *fp8[1:]]  # of pools that differ
+    sizes = PoolSizes(BLOCKS, num_window_pages=(3,), num_slots=2)
+    cache = KVCache(layers, sizes, block_size=2, dtype=torch.bfloat16, device=CPU)
+    assert [layer[0].dtype for layer in cache.layers] == [torch.bfloat16, torch.float32, FP8]
+    assert [pool.bytes_per_page for pool in cache.pools] == [2 * 16 * 2, 2 * 16, 12]
+    page_sizes = PageSizes.of(layers, block_size=2, element_size=2)
+    assert [page_sizes.block, *(size for _, size in page_sizes.windows), page_sizes.slot] == [64, 32, 12]
 
 
 def test_a_layer_with_latents_has_one_tensor_of_them() -> None:

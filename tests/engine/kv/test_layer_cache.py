@@ -9,6 +9,7 @@ from engine.kv.layer_cache import (
     State,
     bytes_per_state,
     bytes_per_token,
+    in_dtype,
     windows_of,
     without_windows,
 )
@@ -27,6 +28,15 @@ def test_a_latent_counts_once_for_all_heads() -> None:
     assert bytes_per_token(layers, element_size=2, window=128) == 0
     assert windows_of(layers) == ()
     assert without_windows(layers) == tuple(layers)
+
+
+def test_keys_and_values_in_fp8_take_a_byte_a_number() -> None:
+    layers = [KeyValue(8, 64, 64), State(((4, 3),)), KeyValue(8, 64, 64, window=9), SharedWith(0)]
+    fp8 = in_dtype(layers, "fp8")
+    assert [bytes_per_token(fp8, 2, window) for window in (None, 9)] == [1024, 1024]
+    assert fp8[1::2] == (layers[1], layers[3])  # states and what is shared have no dtype
+    assert in_dtype(fp8, "auto") == tuple(layers)
+    assert in_dtype([Latent(512, 64)], "fp8") == (Latent(512, 64),)
 
 
 def test_states_take_memory_for_each_sequence_and_none_for_a_token() -> None:

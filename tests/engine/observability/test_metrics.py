@@ -175,7 +175,8 @@ def test_an_engine_says_what_it_is_and_since_when() -> None:
         before = time.time()
         engine, sink = start(**options)
         (labels,) = [key[1:] for key in sink.gauges if isinstance(key, tuple) and key[0] is m.ENGINE_INFO]
-        assert labels == (name, str(engine.info.block_size), str(engine.info.num_blocks), "none", "float32", "generate")
+        sizes = str(engine.info.block_size), str(engine.info.num_blocks)
+        assert labels == (name, *sizes, "none", "float32", "auto", "generate")
         assert before <= sink.gauges[m.ENGINE_START_TIME] <= time.time()
 
 

@@ -75,6 +75,16 @@ def test_splits_of_flash_attn_depend_on_the_batch(monkeypatch: pytest.MonkeyPatc
         select_backend(CUDA, BF16, "flash_attn", invariant)
 
 
+def test_keys_in_fp8_are_read_by_triton_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    _pretend_gpu(monkeypatch, (9, 0))
+    monkeypatch.setitem(sys.modules, "flash_attn", fake_flash_attn)
+    fp8 = frozenset({"fp8"})
+    assert select_backend(CUDA, BF16, options=fp8).name == "triton"
+    with pytest.raises(ValueError, match="'flash_attn' .* does not compute fp8, .*; use auto or triton"):
+        select_backend(CUDA, BF16, "flash_attn", fp8)
+
+
 def test_float32_on_a_gpu_gets_triton_because_flash_attn_does_not_compute_it(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     _pretend_gpu(monkeypatch, (9, 0))

@@ -17,6 +17,7 @@ LAYERS = st.builds(
     head_dim=st.integers(1, 512),
     element_size=st.sampled_from([2, 4]),
     window=st.none() | st.integers(1, 20000) | st.builds(Chunk, st.integers(1, 20000)),
+    is_fp8=st.booleans(),
 )
 
 
@@ -26,7 +27,7 @@ def test_tiles_suit_the_kernels(layer: LayerShape) -> None:
         assert size & (size - 1) == 0
         assert size >= 16
     assert layer.prefill_rows >= layer.decode_rows >= layer.group_size
-    assert layer.dim_padded >= layer.head_dim
+    assert layer.dim_padded >= max(layer.head_dim, 32 if layer.is_fp8 else 16)  # tl.dot takes half of a key in FP8
     assert layer.max_splits & (layer.max_splits - 1) == 0
     assert layer.max_splits * layer.num_kv_heads >= 128
     assert KEYS_PER_SPLIT % layer.keys_per_tile == 0
