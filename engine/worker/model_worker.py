@@ -147,8 +147,7 @@ class ModelWorker:
         warm_up.run_batches(batches)
         self._graph_bytes = self.graphs.measure()
         if (passes := self._new_draft_passes(self.shard.make_cache(), None)) is not None:
-            self._graph_bytes += passes.capture()
-            del passes
+            self._graph_bytes += passes.measure()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             if self.rank == 0:

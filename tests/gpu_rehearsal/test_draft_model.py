@@ -120,7 +120,7 @@ def test_the_memory_of_weights_graphs_and_cache_is_measured(checkpoints: list[st
             **speculation(checkpoints[1], enforce_eager=enforce_eager, **options),
         )
         worker: Any = llm.engine.runner.workers.local  # type: ignore[attr-defined]
-        sizes[enforce_eager] = llm.engine.info.num_blocks, gpu.machine.graph_bytes
+        sizes[enforce_eager] = llm.engine.info.num_blocks, gpu.machine.graph_bytes  # those of the trial are gone
         bytes_per_block = worker.shard.page_sizes.block
         assert len(worker.kv_cache.layers) == 3
         assert enforce_eager or worker.draft_passes.num_graphs > 5

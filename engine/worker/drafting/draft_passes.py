@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,7 @@ from engine.worker.drafting.draft_decoder import DraftDecoder
 from engine.worker.graphs.batch_graphs import BatchGraphs
 from engine.worker.graphs.device import CudaGraphDevice
 from engine.worker.graphs.static_inputs import MAX_CHANGES
-from engine.worker.step_plan import ModelInput, StepPlan
+from engine.worker.step_plan import StepPlan
 from kernels.device_copy import to_device_together
 
 __all__ = ["MAX_CHUNK_TOKENS", "DraftPasses", "PassTokens"]
@@ -64,7 +65,7 @@ class DraftPasses:
         decoder: the model, loaded, on a GPU.
         cache: its part of the KV cache.
         block_tables: for its passes alone.
-        uses_graphs: whether ``capture`` captures graphs.
+        uses_graphs: whether passes of few tokens are replayed.
     """
 
     def __init__(
@@ -76,22 +77,29 @@ class DraftPasses:
         self._uses_graphs = uses_graphs
         self._graphs: BatchGraphs | None = None
 
-    def capture(self) -> int:
-        """Capture the graphs, if they are used; return the bytes of the device that they take.
+    def measure(self) -> int:
+        """Capture the graphs, if they are used, and drop them; return the bytes of the device that they take.
 
         Raises:
             ConfigError: if the device refuses.
         """
+        return self._make_graphs().capture() if self._uses_graphs else 0
+
+    def capture(self) -> int:
+        """Do what ``measure`` does, and keep the graphs."""
         if not self._uses_graphs:
             return 0
-        self._graphs = BatchGraphs(
+        self._graphs = self._make_graphs()
+        return self._graphs.capture()
+
+    def _make_graphs(self) -> BatchGraphs:
+        return BatchGraphs(
             CudaGraphDevice(self._block_tables.device),
-            self._forward,
+            partial(self._decoder.forward, cache=self._cache),  # a method of this object would keep the graphs alive
             self._block_tables,
             self._cache.block_size,
             max_chunk_tokens=MAX_CHUNK_TOKENS if self._decoder.backend.captures_chunks else 0,
         )
-        return self._graphs.capture()
 
     @property
     def num_graphs(self) -> int:
@@ -133,11 +141,8 @@ class DraftPasses:
         else:
             model_input = plan.to_device(self._block_tables, self._cache.block_size)
             plan.take_sampled(model_input.token_ids, sampled, None)
-            hidden, logit_indices = self._forward(model_input), model_input.logit_indices
+            hidden, logit_indices = self._decoder.forward(model_input, self._cache), model_input.logit_indices
         return self._decoder.model.compute_logits(hidden, logit_indices) if last else None
-
-    def _forward(self, model_input: ModelInput) -> torch.Tensor:
-        return self._decoder.forward(model_input, self._cache)
 
     def _plan(self, tokens: PassTokens, *, last: bool) -> StepPlan:
         cu_seqlens = np.concatenate(([0], np.cumsum(tokens.counts)))
