@@ -114,7 +114,8 @@ class EngineConfig:
         enforce_eager: never capture CUDA graphs, with which steps of few tokens take less time on a GPU. It has no
             effect on a CPU.
         batch_invariant: give a request the same bits whatever else is computed: linear layers on a GPU add up in
-            one order, at some cost; those of experts always do. On a CPU the C kernels always do so, and the option
+            one order, at some cost; those of experts always do. Recurrent layers on a GPU compute prompts token by
+            token, at a high cost. On a CPU the C kernels always do so, and the option
             only makes sure of them.
         tensor_parallel_size: GPUs, or processes on a CPU, that share one model; all on this host.
         max_logprobs: most log-probabilities of a token that a request may ask for, in its answer or its prompt; -1 sets

@@ -1,8 +1,10 @@
 """RecurrentOps: the interface of what a recurrent layer computes between its linear layers. Nothing is computed here.
 
 Each operation goes through the tokens of a sequence in order and carries a state, which it reads from the sequence's
-slot and writes back. So what a token gets does not depend on where the chunks of a prompt end, nor on the rest of the
-batch: a token's arithmetic is the same, to the last bit, alone, in a chunk and after a resumption.
+slot and writes back. What a token gets never depends on the other sequences of its step. On CPUs, in float32, and on
+GPUs with ``batch_invariant``, neither does it depend on where the chunks of a prompt end: a token's arithmetic is the
+same, to the last bit, alone, in a chunk and after a resumption. Else a GPU adds up a prompt of 16-bit tokens in chunks
+that begin where the step's part of the prompt does, and its last bits may differ with that.
 """
 
 from __future__ import annotations
