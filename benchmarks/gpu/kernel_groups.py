@@ -21,7 +21,7 @@ NAMES = {  # patterns in the names of kernels, the first that matches counts
     "store_kvcache": r"store_kernel|store_kvcache",
     "attention": r"prefill_kernel|split_decode|_splits_kernel|flash|fmha|attention|^(index_scores|choose|sparse)_k",
     "experts": r"route_kernel|group_kernel|grouped_linear|combine_kernel",
-    "recurrent": r"^(conv_sequence|conv_other_tokens|(delta_rule|scan)(_chunks)?|carry_states)_kernel",
+    "recurrent": r"^(conv_(sequence|other_tokens)|(delta_rule|scan)(_chunks)?|row_decays_chunks|carry_states)_kernel",
     "linear": r"linear_kernel|add_parts_kernel|gemm|gemv|nvjet|cutlass|xmma|cublas|splitk",
     "copies": r"memcpy|memset",
     "activation": r"gated_activation",

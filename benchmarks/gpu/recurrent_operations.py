@@ -1,4 +1,4 @@
-"""The three operations of recurrent layers with random tensors, and batches of them, for the parts of the check."""
+"""The operations of recurrent layers with random tensors, and batches of them, for the parts of the check."""
 
 from __future__ import annotations
 
@@ -64,6 +64,7 @@ class _Conv:
 
 class _DeltaRule:
     name = "delta rule"
+    has_row_decays = False
 
     def __init__(self, shape: RecurrentShape, device: torch.device) -> None:
         self._key_heads, self._heads, self._key_dim, self._value_dim = shape.delta_rule
@@ -75,6 +76,8 @@ class _DeltaRule:
         mixed = _random(10 + seed, self._device, count, 2 * keys + values).to(dtype)
         query, key, value = torch.split(mixed, [keys, keys, values], dim=1)
         decay, beta = _random(11 + seed, self._device, 2, count, self._heads)
+        if self.has_row_decays:
+            decay = _random(12 + seed, self._device, count, self._heads, self._key_dim)
         return (
             query.view(count, self._key_heads, -1),
             key.view(count, self._key_heads, -1),
@@ -88,6 +91,13 @@ class _DeltaRule:
     ) -> torch.Tensor:
         query, key, value, decay, beta = tokens
         return ops.gated_delta_rule(query, key, value, decay, beta, state, metadata)
+
+
+class _RowDecays(_DeltaRule):
+    """With a decay of each row of a state, as Kimi Linear's."""
+
+    name = "row decays"
+    has_row_decays = True
 
 
 class _Scan:
@@ -115,8 +125,8 @@ class _Scan:
 
 
 def operations(shape: RecurrentShape, device: torch.device) -> list[Operation]:
-    """Return the three operations."""
-    return [kind(shape, device) for kind in (_Conv, _DeltaRule, _Scan)]
+    """Return the three operations; the delta rule with a decay of each head, and of each row of a state."""
+    return [kind(shape, device) for kind in (_Conv, _DeltaRule, _RowDecays, _Scan)]
 
 
 def random_states(operation: Operation, count: int, device: torch.device) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from kernels.recurrent.triton.ops import TritonOps
-from kernels.recurrent.triton.prompts import Tuning, delta_rule_of_prompts, scan_of_prompts
+from kernels.recurrent.triton.prompts import Tuning, delta_rule_of_prompts, row_decays_of_prompts, scan_of_prompts
 from kernels.recurrent_metadata import RecurrentMetadata
 
 __all__ = ["EXACT", "TUNINGS", "TunedOps"]
@@ -25,6 +25,7 @@ TUNINGS = {
         Tuning(num_stages=1),
         Tuning(chunk=32, num_warps=4, num_stages=3),
     ),
+    "row decays": (Tuning(chunk_warps=8, num_warps=4), Tuning(chunk=32), Tuning(chunk=32, num_warps=4, num_stages=3)),
     "selective scan": (
         Tuning(num_warps=4),
         Tuning(block=64),
@@ -55,7 +56,8 @@ class TunedOps(TritonOps):
         metadata: RecurrentMetadata,
     ) -> torch.Tensor:
         output = value.new_empty(value.shape)
-        delta_rule_of_prompts(output, query, key, value, decay, beta, state, metadata, self.tuning)
+        of_prompts = delta_rule_of_prompts if decay.dim() == 2 else row_decays_of_prompts
+        of_prompts(output, query, key, value, decay, beta, state, metadata, self.tuning)
         return output
 
     def selective_scan(

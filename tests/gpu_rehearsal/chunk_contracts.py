@@ -55,12 +55,56 @@ def _check_chunks(call: Any, grid: tuple[int, ...], num_tokens: int) -> list[_Ch
 
 
 def _check_outputs(call: Any, dtype: torch.dtype, num_tokens: int, num_scales: int) -> None:
-    square = (num_tokens, call.NUM_HEADS, call.CHUNK)
-    require_tensor("scores", call.scores, dtype, *square)
+    require_tensor("scores", call.scores, dtype, num_tokens, call.NUM_HEADS, call.CHUNK)
     require_tensor("scales", call.scales, torch.float32, num_tokens, call.NUM_HEADS, num_scales)
     require_tensor("kept", call.kept, torch.float32, None, call.NUM_HEADS)
     for name in ("scores", "scales", "kept"):
         require(getattr(call, name).is_contiguous(), f"{name} is not contiguous")
+
+
+def _check_delta_rule(call: Any) -> torch.dtype:
+    """Check what both forms of the delta rule's chunks have in common; return the dtype of the tokens."""
+    num_tokens, num_key_heads, key_dim = call.key.shape
+    sizes, constants = (num_key_heads * call.HEADS_PER_KEY, key_dim), (call.NUM_HEADS, call.KEY_DIM)
+    require(constants == sizes, f"constants {constants} are not {sizes}")
+    require((call.eps, call.query_scale) == (_NORM_EPS, key_dim**-0.5), f"eps is {call.eps}")
+    dtype: torch.dtype = call.key.dtype
+    for name in ("query", "key"):
+        stride = getattr(call, f"{name}_stride")
+        check_heads(name, getattr(call, name), stride, dtype, num_tokens, num_key_heads, key_dim)
+    require_tensor("beta", call.beta, torch.float32, num_tokens, call.NUM_HEADS)
+    require_tensor("solutions", call.solutions, dtype, num_tokens, call.NUM_HEADS, call.CHUNK)
+    for name in ("decay", "beta", "solutions"):
+        require(getattr(call, name).is_contiguous(), f"{name} is not contiguous")
+    return dtype
+
+
+def _of_heads(call: Any, tensor: torch.Tensor, part: slice) -> torch.Tensor:
+    """Return a chunk's queries or keys of each head of values, [tokens, heads, key_dim]."""
+    return plain(tensor)[part].float().repeat_interleave(call.HEADS_PER_KEY, 1)
+
+
+def _norms(call: Any, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what the delta rule multiplies keys and queries with, [tokens, heads]."""
+    keys, queries = (
+        (_of_heads(call, tensor, part).square().sum(2) + call.eps).rsqrt() for tensor in (call.key, call.query)
+    )
+    return keys, queries * call.query_scale
+
+
+def _scaled(call: Any, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a chunk's queries and keys as the delta rule reads them, [tokens, heads, key_dim]."""
+    key_norms, query_norms = _norms(call, part)
+    q, k = _of_heads(call, call.query, part), _of_heads(call, call.key, part)
+    return q * query_norms[..., None], k * key_norms[..., None]
+
+
+def _store_squares(call: Any, part: slice, keys: torch.Tensor, queries: torch.Tensor) -> None:
+    """Write T and P, from the decayed products [heads, tokens, tokens] of keys, and of queries with keys."""
+    count, strengths = keys.shape[1], plain(call.beta)[part].t()
+    solved = torch.linalg.inv(torch.eye(count) + (strengths[:, :, None] * keys).tril(-1)) * strengths[:, None, :]
+    for to, square in ((call.solutions, solved), (call.scores, queries)):
+        plain(to)[part] = F.pad(square.transpose(0, 1), (0, call.CHUNK - count)).to(to.dtype)
 
 
 def _decays(decay: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -72,38 +116,53 @@ def _decays(decay: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 
 def delta_rule_chunks(call: Any, grid: tuple[int, ...]) -> Compute:
     """kernels.recurrent.triton.chunked_delta_rule.delta_rule_chunks_kernel."""
-    num_tokens, num_key_heads, key_dim = call.key.shape
-    repeats = call.HEADS_PER_KEY
-    sizes, constants = (num_key_heads * repeats, key_dim), (call.NUM_HEADS, call.KEY_DIM)
-    require(constants == sizes, f"constants {constants} are not {sizes}")
-    require((call.eps, call.query_scale) == (_NORM_EPS, key_dim**-0.5), f"eps is {call.eps}")
-    dtype = call.key.dtype
-    for name in ("query", "key"):
-        stride = getattr(call, f"{name}_stride")
-        check_heads(name, getattr(call, name), stride, dtype, num_tokens, num_key_heads, key_dim)
+    dtype, num_tokens = _check_delta_rule(call), len(call.key)
     require_tensor("decay", call.decay, torch.float32, num_tokens, call.NUM_HEADS)
-    require_tensor("beta", call.beta, torch.float32, num_tokens, call.NUM_HEADS)
-    require_tensor("solutions", call.solutions, dtype, num_tokens, call.NUM_HEADS, call.CHUNK)
-    for name in ("decay", "beta", "solutions"):
-        require(getattr(call, name).is_contiguous(), f"{name} is not contiguous")
     _check_outputs(call, dtype, num_tokens, 3)
     chunks = _check_chunks(call, grid, num_tokens)
-    query, key, decay, beta = (plain(getattr(call, name)).float() for name in ("query", "key", "decay", "beta"))
 
     def compute() -> None:
         for start, end, index, _ in chunks:
             part = slice(start, end)
-            q, k = (x[part].repeat_interleave(repeats, 1) for x in (query, key))
-            norms = (k.square().sum(2) + call.eps).rsqrt()
-            query_norms = (q.square().sum(2) + call.eps).rsqrt() * call.query_scale
-            upto, after, between = _decays(decay[part])
-            q, k = (q * query_norms[..., None]).transpose(0, 1), (k * norms[..., None]).transpose(0, 1)
-            strengths = beta[part].t()
-            lower = (strengths[:, :, None] * between * (k @ k.mT)).tril(-1)
-            solved = torch.linalg.inv(torch.eye(end - start) + lower) * strengths[:, None, :]
-            for to, square in ((call.solutions, solved), (call.scores, between * (q @ k.mT))):
-                plain(to)[part] = F.pad(square.transpose(0, 1), (0, call.CHUNK - (end - start))).to(dtype)
+            q, k = _scaled(call, part)
+            norms, query_norms = _norms(call, part)
+            upto, after, between = _decays(plain(call.decay)[part])
+            q, k = q.transpose(0, 1), k.transpose(0, 1)
+            _store_squares(call, part, between * (k @ k.mT), between * (q @ k.mT))
             plain(call.scales)[part] = torch.stack((query_norms * upto, norms * after, norms * upto), dim=2)
+            plain(call.kept)[index] = upto[-1]
+
+    return compute
+
+
+def row_decays_chunks(call: Any, grid: tuple[int, ...]) -> Compute:
+    """kernels.recurrent.triton.chunked_row_decays.row_decays_chunks_kernel."""
+    dtype, num_tokens = _check_delta_rule(call), len(call.key)
+    rows = (num_tokens, call.NUM_HEADS, call.KEY_DIM)
+    require_tensor("decay", call.decay, torch.float32, *rows)
+    require_tensor("scores", call.scores, dtype, num_tokens, call.NUM_HEADS, call.CHUNK)
+    require_tensor("kept", call.kept, torch.float32, None, *rows[1:])
+    for name in ("read_queries", "written_keys", "read_keys"):
+        require_tensor(name, getattr(call, name), dtype, *rows)
+    for name in ("scores", "kept", "read_queries", "written_keys", "read_keys"):
+        require(getattr(call, name).is_contiguous(), f"{name} is not contiguous")
+    chunks = _check_chunks(call, grid, num_tokens)
+
+    def compute() -> None:
+        for start, end, index, _ in chunks:
+            part = slice(start, end)
+            q, k = _scaled(call, part)
+            sums = plain(call.decay)[part].double().clamp(min=-100).cumsum(0)
+            between = (sums[:, None] - sums[None]).clamp(max=0).exp().float()  # [tokens, tokens, heads, key_dim]
+            products = (torch.einsum("ihd,jhd,ijhd->hij", x, k, between).tril() for x in (k, q))
+            _store_squares(call, part, *products)
+            upto, after = sums.exp().float(), (sums[-1] - sums).exp().float()
+            for to, scaled in (
+                (call.read_queries, q * upto),
+                (call.written_keys, k * after),
+                (call.read_keys, k * upto),
+            ):
+                plain(to)[part] = scaled.to(dtype)
             plain(call.kept)[index] = upto[-1]
 
     return compute
@@ -163,8 +222,7 @@ def carry_states(call: Any, grid: tuple[int, ...]) -> Compute:
     require(tuple(grid) == wanted, f"the grid {grid} is not one program for each of {wanted} blocks")
     check_saves(metadata.save_tokens.tolist(), metadata.save_slots.tolist(), [], len(call.state), num_tokens)
     saves = dict(zip(metadata.save_tokens.tolist(), metadata.save_slots.tolist(), strict=True))
-    query, key, value = (plain(getattr(call, name)).float() for name in ("query", "key", "value"))
-    chunks, state = list(_chunks(call)), plain(call.state)
+    value, chunks, state = plain(call.value).float(), list(_chunks(call)), plain(call.state)
 
     def compute() -> None:
         past, scores = {}, plain(call.scores).float()
@@ -174,15 +232,18 @@ def carry_states(call: Any, grid: tuple[int, ...]) -> Compute:
                 before = state[slot] * (1 - int(metadata.starts[sequence]))
                 past[sequence] = before.mT if call.TRANSPOSED else before
             before = past[sequence]
-            q, k = (x[part].repeat_interleave(repeats, 1).transpose(0, 1) for x in (query, key))
-            scales = plain(call.scales)[part].permute(2, 1, 0)[..., None]
+            reader = call.key if call.reading_key is None else call.reading_key
+            q, k, reading = (_of_heads(call, x, part).transpose(0, 1) for x in (call.query, call.key, reader))
+            scales, kept = torch.ones(3, 1, 1, 1), plain(call.kept)[index].view(num_heads, -1, 1)
+            if call.scales is not None:
+                scales = plain(call.scales)[part].permute(2, 1, 0)[..., None]
             change = value[part].transpose(0, 1)
             if call.solutions is not None:
                 solved = plain(call.solutions).float()[part, :, : end - start].transpose(0, 1)
-                change = solved @ (change - k @ before * scales[2])
+                change = solved @ (change - reading @ before * scales[2])
             read = q @ before * scales[0] + scores[part, :, : end - start].transpose(0, 1) @ change
             plain(call.output)[part] = read.transpose(0, 1).to(dtype)
-            after = before * plain(call.kept)[index][:, None, None] + k.mT @ (change * scales[1])
+            after = before * kept + k.mT @ (change * scales[1])
             past[sequence] = after
             for to in (saves.get(end - 1, -1), slot if end == metadata.cu_seqlens[sequence + 1] else -1):
                 if to >= 0:
@@ -193,6 +254,7 @@ def carry_states(call: Any, grid: tuple[int, ...]) -> Compute:
 
 CONTRACTS: dict[str, Contract] = {
     "delta_rule_chunks_kernel": delta_rule_chunks,
+    "row_decays_chunks_kernel": row_decays_chunks,
     "scan_chunks_kernel": scan_chunks,
     "carry_states_kernel": carry_states,
 }

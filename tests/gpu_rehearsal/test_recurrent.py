@@ -35,6 +35,11 @@ KERNELS = {  # by the model of each kind of recurrence that CI runs: with expert
     "qwen3-next": {"delta_rule_kernel"},
     "nemotron-3-nano": {"scan_kernel"},
 }
+CHUNKED = {
+    "qwen3-next": "delta_rule_chunks_kernel",
+    "kimi-linear": "row_decays_chunks_kernel",
+    "nemotron-3-nano": "scan_chunks_kernel",
+}
 NOT_SHARED = ("olmo-hybrid", "olmo-hybrid-rope")  # by ranks
 DRAFTS: dict[str, Any] = {
     "speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1},
@@ -89,6 +94,16 @@ def test_answers_with_overlap(case: tuple[str, str, Any], options: dict[str, Any
     for _ in range(2):
         assert answers(generate(llm, SCENARIO)) == expected
     assert bool(gpu.machine.num_replays) == (options == GRAPHS)
+    gpu.machine.check()
+
+
+@pytest.mark.parametrize("options", [GRAPHS, EAGER], ids=["graphs", "eager"])
+@pytest.mark.parametrize("name", CHUNKED)
+def test_prompts_in_chunks(name: str, options: dict[str, Any], models: Models, gpu: Rehearsal) -> None:
+    """In 16 bits, whose answers may differ from the CPU's: every launch keeps its contract, and no result is NaN."""
+    outputs = generate(start(gpu, models.path(name), dtype="bfloat16", **options), SCENARIO)
+    assert "abort" not in {answer.finish_reason for output in outputs for answer in output.outputs}
+    assert {CHUNKED[name], "carry_states_kernel"} <= set(gpu.launches.counts)
     gpu.machine.check()
 
 
@@ -279,5 +294,5 @@ def test_the_check_for_gpus(gpu: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> 
     assert figures["implementation"] == "TritonOps"
     assert set(gpu.launches.counts) == {
         *("conv_sequence_kernel", "conv_other_tokens_kernel", "delta_rule_kernel", "scan_kernel"),
-        *("delta_rule_chunks_kernel", "scan_chunks_kernel", "carry_states_kernel"),
+        *("delta_rule_chunks_kernel", "row_decays_chunks_kernel", "scan_chunks_kernel", "carry_states_kernel"),
     }

@@ -27,6 +27,7 @@ from kernels.layer_ops.triton import latents as latent_kernels
 from kernels.linear import coded_triton as coded_linear_triton
 from kernels.linear import triton as linear_triton
 from kernels.recurrent.triton import chunked_delta_rule as chunked_delta_rule_kernels
+from kernels.recurrent.triton import chunked_row_decays as row_decays_kernels
 from kernels.recurrent.triton import chunked_scan as chunked_scan_kernels
 from kernels.recurrent.triton import conv as conv_kernels
 from kernels.recurrent.triton import delta_rule as delta_rule_kernels
@@ -42,7 +43,15 @@ _MODULES: tuple[ModuleType, ...] = (
     *(prefill, decode, indexer_triton, sparse_triton),
     *(store_kvcache_triton, pending_tokens_triton),
     *(experts_routing_triton, experts_triton, linear_triton, coded_linear_triton),
-    *(conv_kernels, delta_rule_kernels, scan_kernels, chunked_delta_rule_kernels, chunked_scan_kernels, state_kernels),
+    *(
+        conv_kernels,
+        delta_rule_kernels,
+        scan_kernels,
+        chunked_delta_rule_kernels,
+        chunked_scan_kernels,
+        row_decays_kernels,
+        state_kernels,
+    ),
     *(layer_kernels, latent_kernels, filter_kernels, sampling_kernels, truncation_kernels),
 )
 KERNELS: tuple[Any, ...] = tuple(

@@ -104,7 +104,8 @@ def test_every_launch_says_whether_products_and_sums_are_fused(log: LaunchLog) -
     run([(1, 5000), (2, 9)])
     run_sparse(make_batch([(1, 520)], SPARSE).metadata, **SIZES)
     run_layer_ops(MODELS["Qwen3-0.6B"])
-    run_recurrent((*RECURRENT_MODELS["Qwen3.5-0.8B"], *RECURRENT_MODELS["Nemotron-3-Nano"]), torch.bfloat16)
+    for model in ("Qwen3.5-0.8B", "Kimi-Linear-48B-A3B", "Nemotron-3-Nano"):
+        run_recurrent(RECURRENT_MODELS[model], torch.bfloat16)
     run_latents(dtype=torch.bfloat16, shape=(32, 16, 4), block_size=16)
     linear_triton(torch.zeros(2, 16), torch.zeros(4, 16), None)
     run_coded(format="Q4_0", dtype=torch.float32, shape=(32, 512), has_bias=False)

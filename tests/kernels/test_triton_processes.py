@@ -91,16 +91,14 @@ def test_linear_layers_on_codes_compile_for_gpus(tmp_path: Path, capabilities: l
 
 def test_every_kernel_of_a_recurrent_layer_compiles_for_gpus(tmp_path: Path, capabilities: list[int]) -> None:
     part = ["few"] if len(capabilities) == 1 else []
-    for compiled in _compile(tmp_path, capabilities, "variants", *part, "recurrent"):
-        assert set(compiled) == {
-            "conv_sequence_kernel",
-            "conv_other_tokens_kernel",
-            "delta_rule_kernel",
-            "delta_rule_chunks_kernel",
-            "scan_kernel",
-            "scan_chunks_kernel",
-            "carry_states_kernel",
-        }
+    names = {
+        *("conv_sequence_kernel", "conv_other_tokens_kernel", "delta_rule_kernel", "scan_kernel"),
+        *("delta_rule_chunks_kernel", "scan_chunks_kernel", "carry_states_kernel"),
+    }
+    of_some = {"row_decays_chunks_kernel"}  # one model's, which has no chunks in float32
+    compiled = [set(of_one) for of_one in _compile(tmp_path, capabilities, "variants", *part, "recurrent")]
+    assert set().union(*compiled) == names | of_some
+    assert all(of_one >= names for of_one in compiled)
 
 
 def test_sparse_latent_attention_compiles_for_gpus(tmp_path: Path, capabilities: list[int]) -> None:

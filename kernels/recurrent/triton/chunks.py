@@ -19,11 +19,13 @@ import triton.language as tl
 from kernels.recurrent.triton.saves import first_save, save_token
 
 __all__ = [
+    "bounded",
     "chunk_decays",
     "chunk_index",
     "find_chunk",
     "inverse",
     "load_rows",
+    "on_diagonal",
     "product",
     "reciprocal_norms",
     "rounded",
@@ -128,6 +130,19 @@ def reciprocal_norms(vectors, eps):
 
 
 @triton.jit
+def bounded(decay):
+    """Return decays of tokens, none of which leaves less than e^-100."""
+    return tl.maximum(decay, _MOST_DECAY)
+
+
+@triton.jit
+def on_diagonal(CHUNK: tl.constexpr):
+    """Return whether two blocks of a chunk's tokens are the same, [blocks, 1, blocks, 1]."""
+    block = tl.arange(0, CHUNK // _TILE)
+    return block[:, None, None, None] == block[None, None, :, None]
+
+
+@triton.jit
 def chunk_decays(decay, CHUNK: tl.constexpr, SUM_DTYPE: tl.constexpr):
     """Return e to the sums of decays [CHUNK]: up to each token, after it, between two, and of the chunk.
 
@@ -137,7 +152,7 @@ def chunk_decays(decay, CHUNK: tl.constexpr, SUM_DTYPE: tl.constexpr):
         e^(d_0 + ... + d_i) [CHUNK], e^(d_i+1 + ...) [CHUNK], e^(d_j+1 + ... + d_i) for j <= i, else 0 [CHUNK, CHUNK],
         and e to the sum of all.
     """
-    decay = tl.maximum(decay, _MOST_DECAY).to(SUM_DTYPE)
+    decay = bounded(decay).to(SUM_DTYPE)
     upto = tl.cumsum(decay, axis=0)
     whole = tl.sum(decay, axis=0)
     index = tl.arange(0, CHUNK)
@@ -161,16 +176,15 @@ def inverse(lower, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
     powers of ``lower`` would take fewer steps, but the powers are huge where keys are alike.
     """
     BLOCKS: tl.constexpr = CHUNK // _TILE  # noqa: N806 - a compile-time constant
-    block = tl.arange(0, BLOCKS)
-    on_diagonal = block[:, None, None, None] == block[None, None, :, None]
-    tiles = tl.sum(tl.where(on_diagonal, tl.reshape(lower, [BLOCKS, _TILE, BLOCKS, _TILE]), 0.0), axis=2)
+    same = on_diagonal(CHUNK)
+    tiles = tl.sum(tl.where(same, tl.reshape(lower, [BLOCKS, _TILE, BLOCKS, _TILE]), 0.0), axis=2)
     index = tl.arange(0, _TILE)
     inverses = tl.where(index[None, :, None] == index[None, None, :], 1.0, tl.zeros([BLOCKS, _TILE, _TILE], tl.float32))
     for row in range(1, _TILE):
         is_row = index[None, :, None] == row
         weights = tl.sum(tl.where(is_row, tiles, 0.0), axis=1)  # of the rows above
         inverses -= tl.where(is_row, tl.sum(weights[:, :, None] * inverses, axis=1)[:, None, :], 0.0)
-    diagonal = tl.reshape(tl.where(on_diagonal, inverses[:, :, None, :], 0.0), [CHUNK, CHUNK])
+    diagonal = tl.reshape(tl.where(same, inverses[:, :, None, :], 0.0), [CHUNK, CHUNK])
     in_block = tl.arange(0, CHUNK) // _TILE
     below = tl.where(in_block[:, None] > in_block[None, :], lower, 0.0)
     none = tl.zeros([CHUNK, CHUNK], tl.float32)

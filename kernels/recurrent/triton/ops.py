@@ -16,7 +16,14 @@ import triton
 from kernels.recurrent.base import RecurrentOps
 from kernels.recurrent.triton.conv import conv_other_tokens_kernel, conv_sequence_kernel
 from kernels.recurrent.triton.delta_rule import delta_rule_kernel
-from kernels.recurrent.triton.prompts import MAX_SHORT, NORM_EPS, delta_rule_of_prompts, scan_of_prompts, token_stride
+from kernels.recurrent.triton.prompts import (
+    MAX_SHORT,
+    NORM_EPS,
+    delta_rule_of_prompts,
+    row_decays_of_prompts,
+    scan_of_prompts,
+    token_stride,
+)
 from kernels.recurrent.triton.scan import scan_kernel
 from kernels.recurrent_metadata import RecurrentMetadata
 
@@ -108,7 +115,7 @@ class TritonOps(RecurrentOps):
         (_, num_key_heads, key_dim), (_, num_heads, value_dim) = key.shape, value.shape
         output = value.new_empty(value.shape)
         decay, beta = decay.contiguous(), beta.contiguous()
-        max_length = self._max_length(metadata, value) if decay.dim() == 2 else _ANY_LENGTH
+        max_length = self._max_length(metadata, value)
         block_key = triton.next_power_of_2(key_dim)
         block_value = _block(value_dim, block_key)
         delta_rule_kernel[triton.cdiv(value_dim, block_value), num_heads, metadata.num_seqs](
@@ -135,7 +142,8 @@ class TritonOps(RecurrentOps):
             enable_fp_fusion=True,
         )
         if max_length == MAX_SHORT:
-            delta_rule_of_prompts(output, query, key, value, decay, beta, state, metadata)
+            of_prompts = delta_rule_of_prompts if decay.dim() == 2 else row_decays_of_prompts
+            of_prompts(output, query, key, value, decay, beta, state, metadata)
         return output
 
     def selective_scan(

@@ -14,11 +14,20 @@ import triton.language as tl
 from triton import knobs
 
 from kernels.recurrent.triton.chunked_delta_rule import delta_rule_chunks_kernel
+from kernels.recurrent.triton.chunked_row_decays import row_decays_chunks_kernel
 from kernels.recurrent.triton.chunked_scan import scan_chunks_kernel
 from kernels.recurrent.triton.states import carry_states_kernel
 from kernels.recurrent_metadata import RecurrentMetadata
 
-__all__ = ["MAX_SHORT", "NORM_EPS", "Tuning", "delta_rule_of_prompts", "scan_of_prompts", "token_stride"]
+__all__ = [
+    "MAX_SHORT",
+    "NORM_EPS",
+    "Tuning",
+    "delta_rule_of_prompts",
+    "row_decays_of_prompts",
+    "scan_of_prompts",
+    "token_stride",
+]
 
 MAX_SHORT = 16  # tokens of a step's sequence that take less time one by one than a chunk takes
 NORM_EPS = 1e-6  # added to the squares' sum of a query or key of the delta rule
@@ -43,10 +52,11 @@ class Tuning:
     chunk_warps: int = 4
 
     @classmethod
-    def of(cls, key_dim: int, dtype: torch.dtype) -> Tuning:
+    def of(cls, key_dim: int, dtype: torch.dtype, *, has_row_decays: bool = False) -> Tuning:
         """Return sizes for keys of ``key_dim`` elements, with which the kernels spill no registers."""
         is_large = _padded(key_dim) > 128 or dtype == torch.float32
-        return cls(chunk=32) if is_large or not _has_warp_group_products() else cls()
+        chunk = 32 if is_large or not _has_warp_group_products() else 64
+        return cls(chunk=chunk, chunk_warps=8 if has_row_decays else 4)
 
 
 def _has_warp_group_products() -> bool:
@@ -89,6 +99,43 @@ def delta_rule_of_prompts(
         **_arithmetic(value.dtype),
     )
     _carry(output, query, (key, None), value, (solutions, scores, scales, kept), state, metadata, tuning)
+
+
+def row_decays_of_prompts(
+    output: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    metadata: RecurrentMetadata,
+    tuning: Tuning | None = None,
+) -> None:
+    """Compute the same for decays of each row of a state, [num_tokens, num_heads, key_dim]."""
+    (num_tokens, num_key_heads, key_dim), (_, num_heads, _) = key.shape, value.shape
+    tuning = tuning or Tuning.of(key_dim, value.dtype, has_row_decays=True)
+    solutions, scores = value.new_empty((2, num_tokens, num_heads, tuning.chunk)).unbind()
+    scaled_query, *scaled_keys = value.new_empty((3, num_tokens, num_heads, key_dim)).unbind()
+    num_programs, num_chunks = _chunks(metadata, num_tokens, tuning)
+    kept = decay.new_empty((num_chunks, num_heads, key_dim))
+    row_decays_chunks_kernel[num_programs, num_heads](
+        *(solutions, scores, scaled_query, *scaled_keys, kept, query, key, decay, beta),
+        *_chunked_batch(metadata),
+        *map(token_stride, (query, key)),
+        NORM_EPS,
+        key_dim**-0.5,
+        NUM_HEADS=num_heads,
+        HEADS_PER_KEY=num_heads // num_key_heads,
+        KEY_DIM=key_dim,
+        BLOCK_KEY=_padded(key_dim),
+        CHUNK=tuning.chunk,
+        num_warps=tuning.chunk_warps,
+        enable_fp_fusion=True,
+        **_arithmetic(value.dtype),
+    )
+    of_chunks = (solutions, scores, None, kept)
+    _carry(output, scaled_query, (scaled_keys[0], scaled_keys[1]), value, of_chunks, state, metadata, tuning)
 
 
 def scan_of_prompts(

@@ -28,6 +28,7 @@ OPERATIONS: list[Operation] = [
     DeltaRule(num_key_heads=3, num_heads=3, key_dim=8, value_dim=40),
     Scan(),
     Scan(num_groups=1, num_heads=3, head_dim=5, state_size=24),
+    DeltaRule(num_heads=2, key_dim=24, value_dim=12, decays_rows=True),
 ]
 every_operation = pytest.mark.parametrize("operation", OPERATIONS, ids=repr)
 
@@ -51,7 +52,9 @@ class _Prompt:
 def _errors(actual: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> list[float]:
     """Return the largest differences of outputs and states, as shares of their largest numbers; NaN is infinite."""
     pairs = zip(actual, expected, strict=True)
-    return [float((a.double() - e).abs().nan_to_num(torch.inf).max()) / (float(e.abs().max()) or 1.0) for a, e in pairs]
+    return [
+        float((a.double() - e).abs().nan_to_num(torch.inf).max()) / max(float(e.abs().max()), 1e-9) for a, e in pairs
+    ]
 
 
 def _computed(
@@ -98,7 +101,7 @@ def test_a_step_of_decodes_and_prompts(operation: Operation, dtype: torch.dtype)
 @pytest.mark.parametrize("chunk", [64, 16, 128])
 @every_operation
 def test_chunks_of_other_sizes(operation: Operation, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Tuning, "of", lambda *_: Tuning(chunk=chunk, block=16))
+    monkeypatch.setattr(Tuning, "of", lambda *_, **__: Tuning(chunk=chunk, block=16))
     assert max(_step_errors(operation, [_Prompt(150, False, (80,))])) <= TOLERANCES[torch.float32]
 
 
@@ -117,6 +120,8 @@ def _adversarial(operation: Operation, tokens: Tokens, decay: str, beta: str) ->
         return inputs, steps * factor, *groups
     query, key, value, decays, betas = tokens
     betas = {"zero": torch.zeros_like(betas), "one": torch.ones_like(betas), "any": betas}[beta]
+    if decays.dim() == 3:
+        factor = factor[:, :, None]
     return query, key[:1] + 0.1 * key, value, decays * factor, betas
 
 
