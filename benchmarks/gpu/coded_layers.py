@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from torch import nn
 
 from kernels.coded_weight import CodedMatrix, CodedWeight, CodeFormat
 from kernels.dequant.fp4 import FP4_LEVELS
 from kernels.dequant.gguf_k import Q4_K, Q6_K
+
+if TYPE_CHECKING:
+    from kernels.linear.coded_triton import CodedTritonLinear
 
 __all__ = ["FORMATS", "coded_linear", "random_matrix", "rotated"]
 
@@ -53,15 +57,21 @@ def random_matrix(form: CodeFormat, num_outputs: int, num_inputs: int, device: t
     )
 
 
-def coded_linear(matrix: CodedMatrix, device: torch.device, *, batch_invariant: bool = False) -> nn.Module:
-    """Return a layer of the Triton kernel."""
-    from kernels.linear.coded_triton import CodedTritonLinear  # this starts where there is no Triton, too
+def coded_linear(matrix: CodedMatrix, device: torch.device, *, batch_invariant: bool = False) -> CodedTritonLinear:
+    """Return a layer of the Triton kernel, which decodes the weights of many rows into memory."""
+    from kernels.linear.coded_decode import scratch_of  # this starts where there is no Triton, too
+    from kernels.linear.coded_triton import CodedTritonLinear
 
-    return CodedTritonLinear(CodedWeight((matrix,)), matrix.shape[0], device, batch_invariant=batch_invariant)
+    layer = CodedTritonLinear(CodedWeight((matrix,)), matrix.shape[0], device, batch_invariant=batch_invariant)
+    layer.scratch = scratch_of([(layer.out_features, layer.in_features)], torch.bfloat16, device)
+    return layer
 
 
-def rotated(matrix: CodedMatrix, device: torch.device) -> list[nn.Module]:
+def rotated(matrix: CodedMatrix, device: torch.device) -> list[CodedTritonLinear]:
     """Return layers with the same weights in memory of their own, more than a cache holds."""
     first = coded_linear(matrix, device)
     num_bytes = sum(parameter.nbytes for parameter in first.parameters())
-    return [first, *(coded_linear(matrix, device) for _ in range(max(1, ROTATED_BYTES // num_bytes)))]
+    layers = [first, *(coded_linear(matrix, device) for _ in range(max(1, ROTATED_BYTES // num_bytes)))]
+    for layer in layers:
+        layer.scratch = first.scratch  # as the layers of a model
+    return layers

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from kernels.experts.coded_stack import CodedStack
 from kernels.experts.route import Scores, route
 from kernels.layer_ops.base import Activation
 
@@ -20,8 +21,8 @@ __all__ = ["experts", "routed_experts"]
 def routed_experts(
     hidden: torch.Tensor,
     logits: torch.Tensor,
-    up: torch.Tensor,
-    down: torch.Tensor,
+    up: torch.Tensor | CodedStack,
+    down: torch.Tensor | CodedStack,
     top_k: int,
     *,
     normalize: bool,
@@ -34,10 +35,14 @@ def routed_experts(
     """Return what ``experts`` computes with the weights and experts that ``route`` chooses.
 
     Args:
+        up: as there; or codes, on a GPU.
+        down: likewise.
         expert_scale: float32 [num_experts], factors of the chosen experts' weights; None: 1.
     """
     options: dict[str, Any] = {"gated": gated, "activation": activation, "scales_inputs": scales_inputs}
     if hidden.device.type == "cpu":
+        assert isinstance(up, torch.Tensor)
+        assert isinstance(down, torch.Tensor)
         weights, ids = route(logits, top_k, normalize=normalize, scores=scores)
         return experts(
             hidden, up, down, weights if expert_scale is None else weights * expert_scale[ids], ids, **options

@@ -1,4 +1,4 @@
-"""Tiny quantised checkpoints whose linear layers stay codes on a GPU."""
+"""Tiny quantised checkpoints whose linear layers and experts stay codes on a GPU."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.engine.models.checkpoint.formats import test_bitsandbytes as of_bitsandbytes
 from tests.engine.models.checkpoint.formats import test_fp4 as of_fp4
 from tests.engine.models.checkpoint.formats import test_fp8 as of_fp8
 from tests.engine.models.checkpoint.formats import test_gptq_awq as of_gptq_awq
@@ -24,6 +25,10 @@ SAVE: dict[str, Callable[[Path], Path]] = {
     "nvfp4": lambda path: of_fp4.save("modelopt", path, **SIZES).path,
     "mlx": lambda path: of_mlx.save(4, path, **SIZES).path,
     "qwen3-moe": lambda path: of_gptq_awq.save("gptq", path, family="qwen3_moe", **SIZES).path,
+    "fp8-moe": lambda path: of_fp8.save("block", path, "qwen3_moe", **SIZES).path,
+    "nvfp4-moe": lambda path: of_fp4.save("modelopt", path, family="qwen3_moe", **SIZES).path,
+    "mlx-moe": lambda path: of_mlx.save(4, path, "qwen3_moe", moe_intermediate_size=64, **SIZES).path,
+    "nf4-moe": lambda path: of_bitsandbytes.save("nf4", path, "qwen3_moe", **SIZES).path,
     "gptq-head": lambda path: save_with_head(path),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.nn import functional as F
 from kernels.experts.route import route
 from tests.gpu_rehearsal.kernel_contracts import Compute, Contract, plain, require, require_tensor
 
-__all__ = ["CONTRACTS"]
+__all__ = ["CONTRACTS", "grouped_product"]
 
 
 def _check_routing(call: Any) -> None:
@@ -83,38 +84,59 @@ def grouping(call: Any, grid: tuple[int, ...]) -> Compute:
 
 def grouped_linear(call: Any, grid: tuple[int, ...]) -> Compute:
     """kernels.experts.triton.experts.grouped_linear_kernel."""
-    all_pairs, num_outputs = call.output.shape
     num_experts, _, num_inputs = call.weights.shape
+    num_outputs = call.output.shape[1] * (2 if call.GATED else 1)
+    require(call.weights.is_contiguous(), "weights is not contiguous")
+    require_tensor("weights", call.weights, call.output.dtype, num_experts, num_outputs, num_inputs)
+    return grouped_product(call, grid, num_experts, call.BLOCK_OUTPUTS, lambda expert: plain(call.weights)[expert])
+
+
+def grouped_product(
+    call: Any, grid: tuple[int, ...], num_experts: int, tile_outputs: int, weight_of: Callable[[int], torch.Tensor]
+) -> Compute:
+    """Check what products of experts have in common.
+
+    Args:
+        call: the launch.
+        grid: its programs.
+        num_experts: of the weights.
+        tile_outputs: features that a program writes.
+        weight_of: returns an expert's weights.
+    """
+    all_pairs, num_outputs = call.output.shape
+    num_inputs = call.rows.shape[1]
     dtype, most_tiles = call.output.dtype, call.tile_experts.shape[0]
-    for name in ("output", "rows", "weights", "pairs"):
+    for name in ("output", "rows", "pairs"):
         require(getattr(call, name).is_contiguous(), f"{name} is not contiguous")
     require((call.num_outputs, call.num_inputs) == (num_outputs, num_inputs), "sizes do not match the operands")
     require(call.GATED or not call.IS_GELU, "a product without a gate has an activation")
-    require_tensor("weights", call.weights, dtype, num_experts, num_outputs * (2 if call.GATED else 1), num_inputs)
     require_tensor("rows", call.rows, dtype, all_pairs // call.PAIRS_PER_ROW, num_inputs)
     require_tensor("pairs", call.pairs, torch.int32, num_experts, call.num_tokens)
     require_tensor("num_pairs", call.num_pairs, torch.int32, num_experts)
     if call.row_weights is not None:
         require(call.row_weights.is_contiguous(), "row_weights is not contiguous")
         require_tensor("row_weights", call.row_weights, torch.float32, call.num_tokens, all_pairs // call.num_tokens)
-    wanted = (most_tiles, -(-num_outputs // call.BLOCK_OUTPUTS))
+    wanted = (most_tiles, -(-num_outputs // tile_outputs))
     require(tuple(grid) == wanted, f"the grid {grid} is not one program for each of {wanted} tiles")
 
     def compute() -> None:
-        rows, weights = plain(call.rows), plain(call.weights)
-        for expert, start in zip(plain(call.tile_experts).tolist(), plain(call.tile_starts).tolist(), strict=True):
+        rows, num_pairs = plain(call.rows), plain(call.num_pairs)
+        tiles = list(zip(plain(call.tile_experts).tolist(), plain(call.tile_starts).tolist(), strict=True))
+        for expert, start in tiles:
             if expert >= 0:
                 require(expert < num_experts, f"a tile is of expert {expert}, and there are {num_experts}")
-                end = min(int(plain(call.num_pairs)[expert]), start + call.BLOCK_ROWS)
+                end = min(int(num_pairs[expert]), start + call.BLOCK_ROWS)
                 pairs = plain(call.pairs)[expert, start:end].long()
                 require(bool(((pairs >= 0) & (pairs < all_pairs)).all()), f"pairs leaves the {all_pairs} pairs")
-                result = F.linear(rows[pairs // call.PAIRS_PER_ROW], weights[expert])
+                result = F.linear(rows[pairs // call.PAIRS_PER_ROW], weight_of(expert))
                 if call.row_weights is not None:
                     result *= plain(call.row_weights).flatten()[pairs, None]
                 if call.GATED:
                     gate, up = result.chunk(2, dim=1)
                     result = (F.gelu(gate, approximate="tanh") if call.IS_GELU else F.silu(gate)) * up
                 plain(call.output)[pairs] = result
+        computed = sum(min(int(num_pairs[expert]) - start, call.BLOCK_ROWS) for expert, start in tiles if expert >= 0)
+        require(computed == int(num_pairs.sum()), f"tiles of {call.BLOCK_ROWS} rows do not list each pair once")
 
     return compute
 

@@ -25,6 +25,7 @@ from triton.runtime.jit import JITFunction
 
 from tests.gpu_rehearsal import (
     chunk_contracts,
+    coded_contracts,
     expert_contracts,
     kernel_contracts,
     latent_contracts,
@@ -45,6 +46,7 @@ CONTRACTS = {
     **kernel_contracts.CONTRACTS,
     **latent_contracts.CONTRACTS,
     **layer_contracts.CONTRACTS,
+    **coded_contracts.CONTRACTS,
     **expert_contracts.CONTRACTS,
     **recurrent_contracts.CONTRACTS,
     **chunk_contracts.CONTRACTS,

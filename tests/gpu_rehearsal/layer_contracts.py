@@ -13,12 +13,12 @@ from kernels.layer_ops.base import Addend, LayerCache, Norm, Rotation
 from kernels.layer_ops.torch import TorchOps
 from tests.gpu_rehearsal.kernel_contracts import Compute, Contract, plain, require, require_scales, require_tensor
 
-__all__ = ["CONTRACTS"]
+__all__ = ["CONTRACTS", "require_rows"]
 
 _OPS = TorchOps()  # computes on the data, which is on the host
 
 
-def _require_rows(name: str, tensor: torch.Tensor, stride: int, dtype: torch.dtype, *shape: int) -> None:
+def require_rows(name: str, tensor: torch.Tensor, stride: int, dtype: torch.dtype, *shape: int) -> None:
     require_tensor(name, tensor, dtype, *shape)
     require(tensor.stride(1) == 1, f"{name} is not contiguous in its last dimension")
     require(tensor.stride(0) == stride, f"{stride} is not the stride of {name}'s rows, {tensor.stride(0)}")
@@ -35,7 +35,7 @@ def _norm(weight: Any, eps: float, adds_one: bool) -> Norm | None:
 def add_norm(call: Any, grid: tuple[int, ...]) -> Compute:
     """LayerOps.add_norm."""
     residual, shape = call.residual, call.residual.shape
-    _require_rows("residual", residual, call.residual_stride, residual.dtype, *shape)
+    require_rows("residual", residual, call.residual_stride, residual.dtype, *shape)
     require(shape == (call.num_rows, call.WIDTH), f"residual {tuple(shape)}: num_rows={call.num_rows}")
     _require_block("BLOCK", call.BLOCK, call.WIDTH)
     require(1 <= grid[0] <= call.num_rows, f"the grid {grid} has programs without a row")
@@ -48,7 +48,7 @@ def add_norm(call: Any, grid: tuple[int, ...]) -> Compute:
     norms = [_norm(weight, call.eps, call.ADDS_ONE) for weight in (call.addend_weight, call.weight)]
     addend = None
     if call.addend is not None:
-        _require_rows("addend", call.addend, call.addend_stride, residual.dtype, *shape)
+        require_rows("addend", call.addend, call.addend_stride, residual.dtype, *shape)
         scale = None if call.sum_scale is None else plain(call.sum_scale)
         addend = Addend(plain(call.addend), norms[0], call.scale, scale)
 
@@ -77,7 +77,7 @@ def rotate_and_store(call: Any, grid: tuple[int, ...]) -> Compute:
         _require_block(name, padded, size)
     dtype = call.qkv.dtype
     num_stored = 0 if call.slot_mapping is None else 2 * num_kv_heads  # keys and values; a layer may only read them
-    _require_rows("qkv", call.qkv, call.qkv_stride, dtype, num_tokens, (num_heads + num_stored) * head_dim)
+    require_rows("qkv", call.qkv, call.qkv_stride, dtype, num_tokens, (num_heads + num_stored) * head_dim)
     require(tuple(grid) == (num_tokens,), f"the grid {grid} is not one program for each of {num_tokens} tokens")
     require(call.query.is_contiguous() and call.query.dtype == dtype, "query")
     is_fp8 = require_scales(call, dtype)
@@ -127,7 +127,7 @@ def gated_activation(call: Any, grid: tuple[int, ...]) -> Compute:
     """LayerOps.gated_activation."""
     num_tokens, width = call.output.shape
     require(width == call.WIDTH and call.output.is_contiguous(), f"output {tuple(call.output.shape)}")
-    _require_rows("gate_up", call.gate_up, call.gate_up_stride, call.output.dtype, num_tokens, 2 * width)
+    require_rows("gate_up", call.gate_up, call.gate_up_stride, call.output.dtype, num_tokens, 2 * width)
     require(tuple(grid) == (num_tokens, -(-width // call.BLOCK)), f"the grid {grid} does not cover the output")
     activation = "gelu_tanh" if call.IS_GELU else "silu"
     return lambda: plain(call.output).copy_(_OPS.gated_activation(plain(call.gate_up), activation))
@@ -138,7 +138,7 @@ def linear(call: Any, grid: tuple[int, ...]) -> Compute:
     num_rows, num_outputs = call.output.shape
     dtype = call.output.dtype
     require(call.output.is_contiguous() and call.weight.is_contiguous(), "an operand is not contiguous")
-    _require_rows("rows", call.rows, call.row_stride, dtype, num_rows, call.num_inputs)
+    require_rows("rows", call.rows, call.row_stride, dtype, num_rows, call.num_inputs)
     require_tensor("weight", call.weight, dtype, num_outputs, call.num_inputs)
     require((call.num_rows, call.num_outputs) == (num_rows, num_outputs), "sizes do not match the output")
     if call.HAS_BIAS:
@@ -149,94 +149,8 @@ def linear(call: Any, grid: tuple[int, ...]) -> Compute:
     return lambda: plain(call.output).copy_(F.linear(plain(call.rows), plain(call.weight), bias))
 
 
-def coded_linear(call: Any, grid: tuple[int, ...]) -> Compute:
-    """kernels.linear.coded_triton.coded_linear_kernel."""
-    num_rows, num_outputs = call.output.shape[-2:]
-    width, per_byte, num_parts = call.WIDTH, call.PER_BYTE, grid[1]
-    _require_rows("rows", call.rows, call.row_stride, call.rows.dtype, num_rows, call.num_inputs)
-    require((call.num_rows, call.num_outputs) == (num_rows, num_outputs), "sizes do not match the output")
-    require(call.num_blocks * per_byte * width >= call.num_inputs, "the blocks lack inputs")
-    require_tensor("codes", call.codes, torch.uint8, call.num_blocks, num_outputs, width)
-    inner, outer = call.num_blocks * per_byte, -(-call.num_blocks * per_byte // call.PARTS_PER_OUTER)
-    for name, count in (("outer_scales", outer), ("outer_minima", outer), ("zero_points", outer),
-                        ("inner_scales", inner), ("inner_minima", inner)):  # fmt: skip
-        if (factors := getattr(call, name)) is not None:
-            require_tensor(name, factors, factors.dtype, count, num_outputs)
-            require(factors.is_contiguous(), f"{name} is not contiguous")
-    require(call.codes.is_contiguous(), "codes is not contiguous")
-    require(call.output.stride()[-2:] == (call.output_stride, 1), "not the strides of the output")
-    tiles = -(-num_rows // call.BLOCK_ROWS) * -(-num_outputs // call.BLOCK_OUTPUTS)
-    require(grid[0] == tiles, f"the grid {grid} is not one program for each of {tiles} tiles")
-    require((num_parts - 1) * call.blocks_per_part < call.num_blocks <= num_parts * call.blocks_per_part, "parts")
-    is_divided = call.output.dim() == 3
-    require(is_divided or num_parts == 1, f"{num_parts} programs write the same outputs")
-    if is_divided:
-        require_tensor("output", call.output, torch.float32, num_parts, num_rows, num_outputs)
-        require(call.output.is_contiguous() and call.bias is None, "parts are not contiguous, or have a bias")
-    if call.bias is not None:
-        require_tensor("bias", call.bias, call.rows.dtype, num_outputs)
-
-    def compute() -> None:
-        rows, weight = plain(call.rows), _decoded(call).to(call.rows.dtype)
-        if not is_divided:
-            plain(call.output).copy_(F.linear(rows, weight, None if call.bias is None else plain(call.bias)))
-            return
-        size = call.blocks_per_part * per_byte * width
-        for part in range(num_parts):
-            own = slice(part * size, (part + 1) * size)
-            plain(call.output)[part] = rows[:, own].float() @ weight[:, own].float().t()
-
-    return compute
-
-
-def _decoded(call: Any) -> torch.Tensor:
-    """Return the weights of packed codes, float32 [num_outputs, num_inputs]."""
-    codes, bits = plain(call.codes), 8 // call.PER_BYTE
-    parts = torch.stack([codes >> bits * part & (1 << bits) - 1 for part in range(call.PER_BYTE)], dim=1)
-    parts = parts.flatten(0, 1)  # [num_parts, num_outputs, width]
-    levels = parts.float()
-    if call.LOW_LEVELS is not None:
-        octets = b"".join(half.to_bytes(8, "little", signed=True) for half in (call.LOW_LEVELS, call.HIGH_LEVELS))
-        levels = torch.tensor(list(octets), dtype=torch.float32)[parts.long()]
-    if call.FLOATS is not None:
-        levels = parts.view(torch.float8_e4m3fn if call.FLOATS == "e4m3" else torch.float8_e5m2).float()
-
-    def factor(outer: Any, inner: Any = None) -> torch.Tensor:
-        values = plain(outer).float()[torch.arange(len(parts)) // call.PARTS_PER_OUTER]
-        return (values if inner is None else values * plain(inner)).unsqueeze(2)
-
-    levels -= call.ZERO if call.outer_minima is None and call.zero_points is None else 0
-    levels -= 0 if call.zero_points is None else factor(call.zero_points)
-    weight = levels * factor(call.outer_scales, call.inner_scales)
-    if call.outer_minima is not None:
-        weight -= factor(call.outer_minima, call.inner_minima)
-    if call.output_scales is not None:
-        weight *= plain(call.output_scales).unsqueeze(1)
-    return weight.transpose(0, 1).flatten(1)[:, : call.num_inputs]
-
-
-def add_parts(call: Any, grid: tuple[int, ...]) -> Compute:
-    """kernels.linear.coded_triton.add_parts_kernel."""
-    num_rows, num_outputs = call.output.shape
-    require_tensor("parts", call.parts, torch.float32, call.num_parts, num_rows, num_outputs)
-    require(call.parts.is_contiguous(), "parts is not contiguous")
-    require((call.num_rows, call.num_outputs) == (num_rows, num_outputs), "sizes do not match the output")
-    require(call.output.stride() == (call.output_stride, 1), "not the strides of the output")
-    require(tuple(grid) == (num_rows, -(-num_outputs // call.BLOCK)), f"the grid {grid} does not cover the output")
-    if call.bias is not None:
-        require_tensor("bias", call.bias, call.output.dtype, num_outputs)
-
-    def compute() -> None:
-        total = plain(call.parts).sum(dim=0) + (0 if call.bias is None else plain(call.bias).float())
-        plain(call.output).copy_(total)
-
-    return compute
-
-
 CONTRACTS: dict[str, Contract] = {
     "linear_kernel": linear,
-    "coded_linear_kernel": coded_linear,
-    "add_parts_kernel": add_parts,
     "add_norm_kernel": add_norm,
     "rotate_and_store_kernel": rotate_and_store,
     "gated_activation_kernel": gated_activation,

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from engine.llm import LLM
+from kernels.experts.coded_stack import CodedStack
+from kernels.linear import coded_triton
 from kernels.linear.coded_sections import CodedSection
 from kernels.linear.coded_triton import CodedTritonLinear
 from tests.gpu_rehearsal.coded_models import SAVE
@@ -36,11 +38,25 @@ def coded_layers(llm: LLM) -> list[CodedTritonLinear]:
     return [module for module in model.modules() if isinstance(module, CodedTritonLinear)]
 
 
+def coded_stacks(llm: LLM) -> list[CodedStack]:
+    model: Any = llm.engine.runner.workers.local.shard.model
+    return [module for module in model.modules() if isinstance(module, CodedStack)]
+
+
 @pytest.mark.parametrize("case", ["auto-round"], indirect=True)
 def test_answers_are_those_of_the_dequantised_weights(case: tuple[str, Any], gpu: Rehearsal) -> None:
     check_steps(gpu, *case, GRAPHS)
     assert gpu.launches.counts["coded_linear_kernel"]
     assert gpu.launches.counts["add_parts_kernel"]
+
+
+@pytest.mark.parametrize("case", ["auto-round"], indirect=True)
+def test_answers_with_weights_that_are_decoded_into_memory(
+    case: tuple[str, Any], gpu: Rehearsal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coded_triton, "_MANY_ROWS", 2)
+    check_steps(gpu, *case, GRAPHS)
+    assert gpu.launches.counts["decode_kernel"]
 
 
 @pytest.mark.exhaustive("what CI runs for one model, for several formats, for experts, and for two ranks")
@@ -66,8 +82,10 @@ def test_which_layers_stay_codes(models: Models, gpu: Rehearsal, caplog: pytest.
     for layer in coded_layers(dense):
         num_bytes = sum(weight.nbytes for weight in layer.parameters())
         assert 4 <= 8 * num_bytes / (layer.in_features * layer.out_features) < 5.5
-    assert len(coded_layers(start(gpu, models.path("qwen3-moe")))) == 3 * 2 + 2  # of three layers, one without experts
-    assert "weights (GPTQ) are dequantised to float32" in caplog.text  # those of experts
+    experts = start(gpu, models.path("qwen3-moe"))
+    assert len(coded_layers(experts)) == 3 * 2 + 2  # of three layers, one without experts
+    assert len(coded_stacks(experts)) == 2 * 2
+    assert "dequantised" not in caplog.text
     assert len(coded_layers(start(gpu, models.path("gptq-head")))) == 2 * 4 + 1
     mixed = coded_layers(start(gpu, models.path("auto-round")))
     assert max(len(layer.sections) for layer in mixed) == 2
@@ -75,11 +93,32 @@ def test_which_layers_stay_codes(models: Models, gpu: Rehearsal, caplog: pytest.
 
 
 def test_no_number_of_rows_compiles_a_kernel(models: Models, gpu: Rehearsal) -> None:
-    llm = start(gpu, models.path("gptq-head"), dtype="bfloat16", max_num_batched_tokens=100, max_num_seqs=40)
-    requests = Scenario([{"temperature": 0.0}] * 40, [3, 1, 7, 90])
+    llm = start(gpu, models.path("gptq-head"), dtype="bfloat16", max_num_batched_tokens=300, max_num_seqs=40)
+    assert len({layer.scratch.data_ptr() for layer in coded_layers(llm)}) == 1  # of all layers
+    gpu.launches.counts.clear()
+    requests = Scenario([{"temperature": 0.0}] * 40, [3, 1, 7, 90, 250])
     for count in (1, 15, 40):
         generate(llm, replace(requests, params=requests.params[:count]))
     assert {16, 64} <= gpu.launches.arguments["coded_linear_kernel.BLOCK_ROWS"]
+    assert gpu.launches.counts["decode_kernel"]  # for many rows
+    gpu.machine.check()
+
+
+@pytest.mark.parametrize("case", ["qwen3-moe"], indirect=True)
+def test_experts_that_stay_codes_answer_like_dequantised_ones(case: tuple[str, Any], gpu: Rehearsal) -> None:
+    check_steps(gpu, *case, GRAPHS)
+    assert gpu.launches.counts["grouped_coded_linear_kernel"]
+    assert "grouped_linear_kernel" not in gpu.launches.counts
+
+
+def test_no_number_of_tokens_compiles_a_kernel_of_experts(models: Models, gpu: Rehearsal) -> None:
+    options = {"max_num_batched_tokens": 600, "max_num_seqs": 40, "enforce_eager": True}
+    llm = start(gpu, models.path("qwen3-moe"), dtype="bfloat16", **options)
+    gpu.launches.arguments.clear()
+    requests = Scenario([{"temperature": 0.0}] * 40, [3, 1, 7, 90, 250, 500])
+    for count in (1, 15, 40):
+        generate(llm, replace(requests, params=requests.params[:count]))
+    assert gpu.launches.arguments["grouped_coded_linear_kernel.BLOCK_ROWS"] == {16, 64}
     gpu.machine.check()
 
 

@@ -26,15 +26,27 @@ from kernels.attention_metadata import AttentionMetadata
 from kernels.cache.fp8 import FP8
 from kernels.cache.triton.store_kvcache import store_kvcache_triton
 from kernels.coded_weight import CodedWeight
+from kernels.experts.coded_stack import CodedStack
+from kernels.experts.triton.experts import experts_triton
 from kernels.layer_ops.base import LatentCache, Rotation
 from kernels.layer_ops.triton.ops import TritonOps
+from kernels.linear.coded_decode import scratch_of
 from kernels.linear.coded_triton import CodedTritonLinear
 from kernels.linear.triton import linear_triton
 from tests.kernels.coded_matrices import FORMATS, random_matrix
 from tests.kernels.layer_ops_launches import MODELS, run_layer_ops
 from tests.kernels.recurrent_launches import RECURRENT_MODELS, run_recurrent
 
-__all__ = ["VARIANTS", "covering", "each_value", "every", "run_attention", "run_coded", "run_sparse"]
+__all__ = [
+    "VARIANTS",
+    "covering",
+    "each_value",
+    "every",
+    "run_attention",
+    "run_coded",
+    "run_coded_experts",
+    "run_sparse",
+]
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -107,7 +119,22 @@ def run_coded(*, format: str, dtype: torch.dtype, shape: tuple[int, int], has_bi
     layer = CodedTritonLinear(CodedWeight((random_matrix(FORMATS[format], *shape),)), shape[0], CPU)
     if has_bias:
         layer.bias = nn.Parameter(torch.zeros(shape[0], dtype=dtype), requires_grad=False)
+    layer.scratch = scratch_of([shape], dtype, CPU)
     layer.compile_kernels(dtype)
+
+
+def run_coded_experts(*, format: str, dtype: torch.dtype, shape: tuple[int, int], option: str) -> None:
+    """Launch what experts on codes of [inputs, features] launch for few tokens and for many."""
+    num_experts, (hidden, inner) = 2, shape
+    has_gate = option != "no gate"
+    stacks = []
+    for size in ((2 * inner if has_gate else inner, hidden), (hidden, inner)):
+        section = CodedStack.section(CodedWeight((random_matrix(FORMATS[format], *size),)), size[0], CPU)
+        stacks.append(CodedStack(section, num_experts))
+    for num_tokens in (1, 20):
+        zeros = torch.zeros(num_tokens, hidden, dtype=dtype), torch.zeros(num_tokens, num_experts, dtype=dtype)
+        options: dict[str, Any] = {"gated": has_gate, "scales_inputs": option == "scaled inputs"}
+        experts_triton(*zeros, *stacks, 2, normalize=True, **options)
 
 
 def run_sparse(
@@ -182,6 +209,15 @@ VARIANTS = {
             "dtype": DTYPES,
             "shape": ((128, 1024), (33, 512), (128, 100)),
             "has_bias": (False, True),
+        },
+    ),
+    "coded_experts": _Kernels(
+        run_coded_experts,
+        {
+            "format": tuple(name for name, form in FORMATS.items() if not form.has_input_order),
+            "dtype": DTYPES,
+            "shape": ((512, 256), (384, 96), (100, 36)),
+            "option": ("gated", "no gate", "scaled inputs"),
         },
     ),
 }

@@ -20,10 +20,12 @@ from kernels.attention.triton import indexer as indexer_triton
 from kernels.attention.triton import sparse as sparse_triton
 from kernels.cache.triton import pending_tokens as pending_tokens_triton
 from kernels.cache.triton import store_kvcache as store_kvcache_triton
+from kernels.experts.triton import coded_experts as coded_experts_triton
 from kernels.experts.triton import experts as experts_triton
 from kernels.experts.triton import routing as experts_routing_triton
 from kernels.layer_ops.triton import kernels as layer_kernels
 from kernels.layer_ops.triton import latents as latent_kernels
+from kernels.linear import coded_decode as coded_decode_triton
 from kernels.linear import coded_triton as coded_linear_triton
 from kernels.linear import triton as linear_triton
 from kernels.recurrent.triton import chunked_delta_rule as chunked_delta_rule_kernels
@@ -42,7 +44,6 @@ __all__ = ["KERNELS", "LaunchLog"]
 _MODULES: tuple[ModuleType, ...] = (
     *(prefill, decode, indexer_triton, sparse_triton),
     *(store_kvcache_triton, pending_tokens_triton),
-    *(experts_routing_triton, experts_triton, linear_triton, coded_linear_triton),
     *(
         conv_kernels,
         delta_rule_kernels,
@@ -52,6 +53,8 @@ _MODULES: tuple[ModuleType, ...] = (
         row_decays_kernels,
         state_kernels,
     ),
+    *(experts_routing_triton, experts_triton, coded_experts_triton),
+    *(linear_triton, coded_linear_triton, coded_decode_triton),
     *(layer_kernels, latent_kernels, filter_kernels, sampling_kernels, truncation_kernels),
 )
 KERNELS: tuple[Any, ...] = tuple(

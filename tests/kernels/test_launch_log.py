@@ -18,7 +18,7 @@ from kernels.experts.triton.experts import experts_triton
 from kernels.linear.triton import linear_triton
 from kernels.sampling.triton.ops import TritonSampling
 from tests.kernels.attention.paged_batches import PADDING, Batch, Shape, make_batch
-from tests.kernels.gpu_variants import run_coded, run_latents, run_sparse
+from tests.kernels.gpu_variants import run_coded, run_coded_experts, run_latents, run_sparse
 from tests.kernels.launch_log import KERNELS, LaunchLog
 from tests.kernels.layer_ops_launches import MODELS, run_layer_ops
 from tests.kernels.recurrent_launches import RECURRENT_MODELS, run_recurrent
@@ -109,6 +109,7 @@ def test_every_launch_says_whether_products_and_sums_are_fused(log: LaunchLog) -
     run_latents(dtype=torch.bfloat16, shape=(32, 16, 4), block_size=16)
     linear_triton(torch.zeros(2, 16), torch.zeros(4, 16), None)
     run_coded(format="Q4_0", dtype=torch.float32, shape=(32, 512), has_bias=False)
+    run_coded_experts(format="Q4_0", dtype=torch.float32, shape=(64, 32), option="gated")
     TritonSampling().warm_up(torch.zeros(2, 300))
     take_pending_tokens_triton(torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
     gate_up, down = torch.zeros(4, 2 * 16, 16), torch.zeros(4, 16, 16)

@@ -86,7 +86,13 @@ def test_every_kernel_of_a_decoder_layer_compiles_for_gpus(tmp_path: Path, capab
 def test_linear_layers_on_codes_compile_for_gpus(tmp_path: Path, capabilities: list[int]) -> None:
     part = ["few"] if len(capabilities) == 1 else []
     for compiled in _compile(tmp_path, capabilities, "variants", *part, "coded"):
-        assert set(compiled) == {"coded_linear_kernel", "add_parts_kernel"}
+        assert set(compiled) == {"coded_linear_kernel", "add_parts_kernel", "decode_kernel"}
+
+
+def test_experts_on_codes_compile_for_gpus(tmp_path: Path, capabilities: list[int]) -> None:
+    part = ["few"] if len(capabilities) == 1 else []
+    for compiled in _compile(tmp_path, capabilities, "variants", *part, "coded_experts"):
+        assert set(compiled) == {"route_kernel", "group_kernel", "grouped_coded_linear_kernel", "combine_kernel"}
 
 
 def test_every_kernel_of_a_recurrent_layer_compiles_for_gpus(tmp_path: Path, capabilities: list[int]) -> None:

@@ -20,8 +20,8 @@ def _part(name: str, target: str, expected_s: float, limit_s: float, needs: str 
     return Part(name, f"{_HERE}.{target}", expected_s, limit_s, tuple(needs.split()), arguments)
 
 
-def _quantised(weights: str) -> dict[str, str]:
-    return {"needs": f"limits checkpoint_8b_{weights}", "model": "8b", "weights": weights}
+def _quantised(weights: str, model: str = "8b") -> dict[str, str]:
+    return {"needs": f"limits checkpoint_{model}_{weights}", "model": model, "weights": weights}
 
 
 CORRECTNESS: tuple[Part, ...] = (
@@ -40,7 +40,8 @@ CORRECTNESS: tuple[Part, ...] = (
     _part("tokens_float32",   "tokens:run",                     20,  90, dtype="float32"),
     _part("sampling",         "sampling:run",                   38,  90, "limits"),
     _part("linear_speed",     "linear_speed:run",                8,  60, "limits"),
-    _part("coded",            "coded:run",                      45, 120, "limits"),
+    _part("coded",            "coded:run",                      60, 150, "limits"),
+    _part("coded_experts",    "coded_experts:run",              40, 120, "limits"),
 )  # fmt: skip
 FIGURES: tuple[Part, ...] = (
     _part("checkpoint_0.6b",  "checkpoint:run",                  6,  60, model="0.6b"),
@@ -58,6 +59,9 @@ FIGURES: tuple[Part, ...] = (
     _part("attention_speed",  "attention_speed:run",            26,  90, "limits"),
     _part("checkpoint_moe",   "checkpoint:run",                  9,  60, model="moe"),
     _part("decode_moe",       "decode:run",                     20,  80, "limits checkpoint_moe", model="moe"),
+    _part("checkpoint_moe_int4", "checkpoint:run",              12,  60, model="moe", weights="int4"),
+    _part("decode_moe_int4",  "decode:run",                     25, 100, **_quantised("int4", "moe")),
+    _part("prefill_moe_int4", "prefill:run",                    25, 100, **_quantised("int4", "moe")),
     _part("options_0.6b",     "options:run",                    48, 100, "checkpoint_0.6b", model="0.6b"),
     _part("step_time_moe",    "step_time:run",                  20,  80, "checkpoint_moe", model="moe"),
 )  # fmt: skip
@@ -82,6 +86,7 @@ TUNING: tuple[Part, ...] = (
     _part("tune_experts",     "tune:experts_of",                25, 100, model="moe"),
     _part("tune_linears",     "tune:linears_of",                25, 100, models=["0.6b", "8b"]),
     _part("tune_coded",       "tune_coded:run",                 60, 150),
+    _part("tune_coded_experts", "tune_coded_experts:run",          60, 150),
 )  # fmt: skip
 CALLS = (CORRECTNESS, FIGURES, FORMATS, TUNING)
 PARTS = tuple(part for call in CALLS for part in call)

@@ -26,7 +26,8 @@ FEW = [
 ]
 SOME = [(64, 64, 4, 4, 0), (64, 64, 4, 4, 512), (64, 64, 4, 3, 512), (64, 128, 8, 3, 256), (32, 64, 4, 4, 256)]
 MANY = [(64, 64, 4, 4, 0), (64, 128, 8, 3, 256), (128, 64, 4, 3, 256), (128, 128, 8, 3, 0)]
-TILES = {1: FEW, 16: FEW, 64: SOME, 128: MANY, 256: MANY}  # by the number of rows
+TILES = {1: FEW, 16: FEW, 64: SOME, 128: MANY, 256: MANY, 512: MANY}  # by the number of rows
+DECODED = 128  # rows from which on weights are also decoded into memory for cuBLAS
 
 
 def run(part: PartRun) -> None:
@@ -46,6 +47,8 @@ def run(part: PartRun) -> None:
             layers = rotated(random_matrix(FORMATS[name], num_outputs, num_inputs, part.device), part.device)
             for num_rows, tiles in TILES.items():
                 times.constants = {AS_THEY_ARE: Constants()} | {str(tile): _tile(*tile) for tile in tiles}
+                if num_rows >= DECODED:
+                    times.constants["decoded into memory"] = _decoded()
                 rows = torch.randn(num_rows, num_inputs, device=part.device, dtype=torch.bfloat16)
                 times.measure(f"{name}, {num_rows} x {num_inputs} -> {num_outputs}", _all(layers, rows))
 
@@ -64,4 +67,11 @@ def _all(layers: list[Any], rows: torch.Tensor) -> Callable[[], object]:
 def _tile(*sizes: int) -> Constants:
     from kernels.linear import coded_triton  # the part starts where there is no Triton, too
 
-    return Constants({(coded_triton, "_TILES"): {2: (coded_triton._Tile(*sizes),) * 2}})
+    tiles = {2: (coded_triton._Tile(*sizes),) * 2}
+    return Constants({(coded_triton, "_TILES"): tiles, (coded_triton, "_MANY_ROWS"): 2**30})
+
+
+def _decoded() -> Constants:
+    from kernels.linear import coded_triton
+
+    return Constants({(coded_triton, "_MANY_ROWS"): 1})

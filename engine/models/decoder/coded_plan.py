@@ -102,7 +102,8 @@ def plan_codes(
         config: of the whole model.
         parallel: the rank whose share is read.
         is_head_embedding: the embedding is read from the head's packed weights.
-        is_packed: the C kernels compute them: formats change between panels only, and gate and up are interleaved.
+        is_packed: the C kernels compute them: formats change between panels only, and gate and up are interleaved. In
+            experts these have one format on GPUs, too.
         has_floats: the kernels compute codes that are floats: the C kernels in bfloat16 only.
     """
     choices: dict[str, tuple[Section, ...] | str] = {}
@@ -194,10 +195,10 @@ def _why_not_computed(name: str, sections: Sequence[Section], *, is_packed: bool
         return "FP8 is computed from its codes with dtype bfloat16"
     if any(form.has_input_order for form in formats) and (".experts." in name or "latent_proj" in name):
         return "experts read their inputs in order"
+    if "gate_up_proj" in name and len(sections) > 1 and (is_packed or ".experts." in name):
+        return "gates and ups are in different formats"
     if not is_packed:
         return None
-    if "gate_up_proj" in name and len(sections) > 1:
-        return "gates and ups are in different formats"
     if any(section.num_outputs % SECTION_OUTPUTS for section in sections[:-1]):
         return f"projections in different formats do not have multiples of {SECTION_OUTPUTS} outputs"
     if len({form.floats is None for form in formats}) > 1:

@@ -10,6 +10,8 @@ from torch import nn
 
 from engine.models.config.shapes.experts import ExpertsShape
 from engine.models.tensor_parallel import TensorParallel
+from kernels.coded_weight import CodedWeight
+from kernels.experts.coded_stack import CodedStack
 from kernels.experts.experts import routed_experts
 from kernels.experts.route import Groups, Scores
 
@@ -17,10 +19,14 @@ __all__ = ["Experts", "SparseMoeBlock"]
 
 
 class Experts(nn.Module):
-    """The stacked weights of a layer's experts, which the loader sets one expert at a time."""
+    """The stacked weights of a layer's experts, which the loader sets one expert at a time.
 
-    gate_up_proj: nn.Parameter  # of experts with a gate
-    up_proj: nn.Parameter  # of others
+    Weights that stay codes are a `CodedStack` in the place of the parameter.
+    """
+
+    gate_up_proj: nn.Parameter | CodedStack  # of experts with a gate
+    up_proj: nn.Parameter | CodedStack  # of others
+    down_proj: nn.Parameter | CodedStack
 
     def __init__(self, shape: ExpertsShape, hidden_size: int) -> None:
         super().__init__()
@@ -33,10 +39,14 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(count, hidden_size, inner), requires_grad=False)
 
     @property
-    def first(self) -> torch.Tensor:
+    def first(self) -> torch.Tensor | CodedStack:
         """The matrices that read an expert's input, [num_experts, rows, hidden_size]."""
-        stack: torch.Tensor = self.gate_up_proj if self.has_gate else self.up_proj
-        return stack
+        return self.gate_up_proj if self.has_gate else self.up_proj
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether weights are kept as codes."""
+        return any(isinstance(module, CodedStack) for module in self.children())
 
     def set_weight(self, expert: int, name: str, weight: torch.Tensor) -> None:
         """Copy one expert's matrix ``name``, whose dtype and device all the layer's matrices take."""
@@ -45,6 +55,21 @@ class Experts(nn.Module):
             stack = nn.Parameter(torch.empty(stack.shape, dtype=weight.dtype, device=weight.device), False)
             setattr(self, name, stack)
         stack[expert] = weight
+
+    def set_codes(
+        self, expert: int, name: str, weight: CodedWeight, device: torch.device, *, batch_invariant: bool
+    ) -> None:
+        """Pack the codes of one expert's matrix ``name`` on a device; all of a layer's have the same format."""
+        stack: nn.Parameter | CodedStack = getattr(self, name)
+        num_experts, num_outputs = (
+            (stack.num_experts, stack.out_features) if isinstance(stack, CodedStack) else stack.shape[:2]
+        )
+        section = CodedStack.section(weight, num_outputs, device)
+        if not isinstance(stack, CodedStack):
+            stack = CodedStack(section, num_experts, batch_invariant=batch_invariant)
+            delattr(self, name)  # the parameter
+            setattr(self, name, stack)
+        stack.set_expert(expert, section)
 
 
 class SparseMoeBlock(nn.Module):
@@ -61,7 +86,7 @@ class SparseMoeBlock(nn.Module):
         self, shape: ExpertsShape, hidden_size: int, parallel: TensorParallel, shared_expert: nn.Module | None
     ) -> None:
         super().__init__()
-        self.shape, self.parallel = shape, parallel
+        self.shape, self.hidden_size, self.parallel = shape, hidden_size, parallel
         inputs = shape.latent_size or hidden_size
         self.gate = nn.Linear(hidden_size, shape.num_experts, bias=False)
         self.expert_scale = nn.Parameter(torch.empty(shape.num_experts)) if shape.has_expert_scales else None  # float32
@@ -87,6 +112,18 @@ class SparseMoeBlock(nn.Module):
                 shared = torch.sigmoid(self.shared_expert_gate(hidden)) * shared
             output = output + shared
         return self.parallel.all_reduce(output)
+
+    def compile_kernels(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Launch what any number of tokens launches if weights stay codes, whose tiles suit the number of tokens."""
+        if not self.experts.has_codes:
+            return
+        from kernels.experts.triton.coded_experts import most_rows_of_tiles  # a CPU needs no Triton
+
+        shape = self.shape
+        for num_rows in (0, *most_rows_of_tiles(dtype)):
+            num_tokens = num_rows * shape.num_experts // shape.experts_per_token + 1
+            hidden = torch.zeros(num_tokens, self.hidden_size, dtype=dtype, device=device)
+            self._routed(hidden, hidden)
 
     def _routed(self, hidden: torch.Tensor, router_input: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of each token's experts."""

@@ -22,8 +22,8 @@ from engine.models.decoder.coded_plan import NO_CODES, CodedPlan, plan_codes, pl
 from engine.models.decoder.cpu_decoder import CpuDecoder, head_is_embedding
 from engine.models.decoder.cpu_decoder import can_run as cpu_kernels_can_run
 from engine.models.decoder.decoder import Decoder
-from engine.models.decoder.experts import Experts
-from engine.models.decoder.linears import choose_linear_method, coded_layer, replace_linears
+from engine.models.decoder.experts import Experts, SparseMoeBlock
+from engine.models.decoder.linears import choose_linear_method, coded_layer, prepare_coded, replace_linears
 from engine.models.decoder.rope import rope_tables
 from engine.models.tensor_parallel import TensorParallel
 from kernels.coded_weight import CodedWeight, Weight
@@ -122,18 +122,19 @@ def load_decoder(
                 _take_kv_scales(model, checkpoint)
             if keeps_codes and device.type == "cuda":
                 plan = plan_codes(
-                    _linear_shapes(model), checkpoint, config, parallel, is_head_embedding=False, is_packed=False
+                    _coded_shapes(model), checkpoint, config, parallel, is_head_embedding=False, is_packed=False
                 )
-            make_coded = partial(coded_layer, device=device, batch_invariant=batch_invariant)
-            coded = _fill(model, partial(read, is_coded=plan.has), make_coded)
+            coded = _fill(model, partial(read, is_coded=plan.has), device, batch_invariant=batch_invariant)
             replace_linears(model, method, coded)
             model.eval()
         if parallel.rank == 0:
             why = _KEPT_DEQUANTISED if keeps_codes else "quantization says so"
             checkpoint.log_quantised(dtype, plan.stored, plan.reasons, why)
     logger.info("Loading weights took %.2f seconds", perf_counter() - started)
-    for layer in coded.values():  # a step may have any number of rows, and must not wait for a compilation
-        layer.compile_kernels(dtype)
+    prepare_coded(coded.values(), dtype, device)
+    for block in model.modules() if isinstance(model, Decoder) else ():
+        if isinstance(block, SparseMoeBlock):
+            block.compile_kernels(dtype, device)
     return model
 
 
@@ -176,14 +177,19 @@ def _shapes(model: Decoder) -> dict[str, torch.Size]:
     return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
-def _linear_shapes(model: Decoder) -> dict[str, torch.Size]:
-    """Return the shapes of the weights that a GPU can compute from their codes: those of experts are not among them."""
-    names = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    return {name: shape for name, shape in _shapes(model).items() if name in names}
+def _coded_shapes(model: Decoder) -> dict[str, torch.Size]:
+    """Return the shapes of the weights that a GPU can compute from their codes: of linear layers and experts."""
+    shapes = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            shapes[f"{name}.weight"] = module.weight.shape
+        elif isinstance(module, Experts):
+            shapes |= {f"{name}.{own}": stack.shape for own, stack in module.named_parameters()}
+    return shapes
 
 
 def _fill(
-    model: Decoder, read: Callable[..., Weights], make_coded: Callable[[nn.Linear, CodedWeight], CodedTritonLinear]
+    model: Decoder, read: Callable[..., Weights], device: torch.device, *, batch_invariant: bool
 ) -> dict[nn.Module, CodedTritonLinear]:
     """Put the weights into the modules of a decoder on the meta device.
 
@@ -194,12 +200,16 @@ def _fill(
     for name, weight in read(_shapes(model)):
         module, _, attribute = name.rpartition(".")
         parent, _, number = module.rpartition(".")
-        if isinstance(weight, CodedWeight):
+        experts = model.get_submodule(parent)
+        if isinstance(experts, Experts):
+            if isinstance(weight, CodedWeight):
+                experts.set_codes(int(number), attribute, weight, device, batch_invariant=batch_invariant)
+            else:
+                experts.set_weight(int(number), attribute, weight)
+        elif isinstance(weight, CodedWeight):
             linear = model.get_submodule(module)
             assert isinstance(linear, nn.Linear)
-            coded[linear] = make_coded(linear, weight)
-        elif isinstance(experts := model.get_submodule(parent), Experts):
-            experts.set_weight(int(number), attribute, weight)
+            coded[linear] = coded_layer(linear, weight, device, batch_invariant=batch_invariant)
         else:
             setattr(model.get_submodule(module), attribute, nn.Parameter(weight, requires_grad=False))
     return coded

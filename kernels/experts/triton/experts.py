@@ -5,7 +5,8 @@ Nothing waits for the device, and no shape depends on the routing, so a CUDA gra
 tile end at once.
 
 A token's result has the same bits in any batch. A tile has as many rows for one token as for thousands. A program adds
-up all inputs in their order, and a token's experts are added up from the most probable one on.
+up all inputs in their order, and a token's experts are added up from the most probable one on. Of weights that stay
+codes (coded_experts.py) that is true with ``batch_invariant``; else a tile has as many rows as suit the batch.
 """
 
 # ruff: noqa: N803 - Triton's users write compile-time constants in capitals
@@ -18,7 +19,10 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.experts.coded_stack import CodedStack
 from kernels.experts.route import Scores
+from kernels.experts.triton.activation import gated_product
+from kernels.experts.triton.coded_experts import coded_tile_rows, grouped_coded_linear
 from kernels.experts.triton.routing import TILE_ROWS, Routes, route_triton
 from kernels.layer_ops.base import Activation
 
@@ -26,7 +30,6 @@ __all__ = ["experts_triton"]
 
 _COMBINED = 1024  # elements of a program
 _NUM_STAGES = 3
-_SQRT_8_OVER_PI = tl.constexpr(1.5957691216057308)
 
 
 # The number of tokens changes from step to step, and a step must not wait for a compilation.
@@ -85,10 +88,7 @@ def grouped_linear_kernel(
             sums *= row_weight
             up *= row_weight
         if GATED:
-            # Both activations are x times a sigmoid: tanh(z) is 2 sigmoid(2z) - 1.
-            argument = _SQRT_8_OVER_PI * (sums + 0.044715 * sums * sums * sums) if IS_GELU else sums
-            small = tl.exp(-tl.abs(argument))  # at most 1
-            sums = sums * (tl.where(argument >= 0.0, 1.0, small) / (1.0 + small)) * up
+            sums = gated_product(sums, up, IS_GELU)
         tl.store(output + pair * num_outputs + column, sums.to(output.dtype.element_ty), mask=is_row & is_column)
 
 
@@ -125,7 +125,7 @@ def _tile_options(rows: torch.Tensor) -> dict[str, int]:
 
 def _grouped_linear(
     rows: torch.Tensor,
-    weights: torch.Tensor,
+    weights: torch.Tensor | CodedStack,
     routes: Routes,
     *,
     gated: bool,
@@ -137,8 +137,11 @@ def _grouped_linear(
     Args:
         row_weights: float32 [num_tokens, top_k], contiguous, factors of each pair's row; None: 1.
     """
+    if isinstance(weights, CodedStack):
+        return grouped_coded_linear(rows, weights, routes, gated=gated, is_gelu=is_gelu, row_weights=row_weights)
     assert rows.is_contiguous()
     assert weights.is_contiguous()
+    assert routes.tile_rows == TILE_ROWS
     num_outputs = weights.shape[1] // (2 if gated else 1)
     num_pairs = routes.ids.numel()
     output = rows.new_empty(num_pairs, num_outputs)
@@ -176,11 +179,18 @@ def _combine(expert_outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tenso
     return output
 
 
+def _tile_rows(hidden: torch.Tensor, up: torch.Tensor | CodedStack, down: torch.Tensor | CodedStack, top_k: int) -> int:
+    """Return the rows of a tile, which both products share."""
+    if isinstance(up, torch.Tensor) or isinstance(down, torch.Tensor) or up.batch_invariant:
+        return TILE_ROWS
+    return coded_tile_rows(len(hidden) * top_k / up.num_experts, hidden.dtype)
+
+
 def experts_triton(
     hidden: torch.Tensor,
     logits: torch.Tensor,
-    up: torch.Tensor,
-    down: torch.Tensor,
+    up: torch.Tensor | CodedStack,
+    down: torch.Tensor | CodedStack,
     top_k: int,
     *,
     normalize: bool,
@@ -193,7 +203,9 @@ def experts_triton(
     """Compute `kernels.experts.experts.routed_experts`, whose arguments it shares."""
     if len(hidden) == 0:
         return torch.empty_like(hidden)
-    routes = route_triton(logits if scores is None else scores.choice(logits), top_k, normalize=normalize)
+    tile_rows = _tile_rows(hidden, up, down, top_k)
+    choice = logits if scores is None else scores.choice(logits)
+    routes = route_triton(choice, top_k, normalize=normalize, tile_rows=tile_rows)
     if scores is not None:
         routes = replace(routes, weights=scores.weights(logits, routes.ids.long(), normalize=normalize))
     if expert_scale is not None:

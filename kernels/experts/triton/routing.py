@@ -17,7 +17,7 @@ import triton.language as tl
 
 __all__ = ["TILE_ROWS", "Routes", "route_triton"]
 
-TILE_ROWS = 64  # one size for all batches: see grouped_linear_kernel
+TILE_ROWS = 64  # of plain weights, one size for all batches: see grouped_linear_kernel
 _TILE_ELEMENTS = 2048  # logits that a program compares at once
 _MOST_TOKENS = 64  # for which every program routes all tokens itself, rather than waiting for another launch
 _LISTED_TOKENS = 256  # whose experts a program looks through at once
@@ -35,7 +35,7 @@ class Routes:
         pairs: int32 [num_experts, num_tokens]; the first ``num_pairs[e]`` of row e are the pairs of expert e, in order.
         num_pairs: int32 [num_experts].
         tile_experts: int32, of as many tiles as there can be; -1: there are fewer.
-        tile_starts: int32, where a tile begins in its expert's row of ``pairs``; it has at most TILE_ROWS pairs.
+        tile_starts: int32, where a tile begins in its expert's row of ``pairs``; it has at most ``tile_rows`` pairs.
     """
 
     weights: torch.Tensor
@@ -44,16 +44,17 @@ class Routes:
     num_pairs: torch.Tensor
     tile_experts: torch.Tensor
     tile_starts: torch.Tensor
+    tile_rows: int
 
     @classmethod
-    def empty(cls, num_tokens: int, num_experts: int, top_k: int, device: torch.device) -> Routes:
+    def empty(cls, num_tokens: int, num_experts: int, top_k: int, tile_rows: int, device: torch.device) -> Routes:
         """Return the memory of the routes of ``num_tokens``."""
 
         def integers(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=torch.int32, device=device)
 
         all_pairs = num_tokens * top_k
-        most_tiles = min(all_pairs, all_pairs // TILE_ROWS + num_experts)
+        most_tiles = min(all_pairs, all_pairs // tile_rows + num_experts)
         return cls(
             torch.empty(num_tokens, top_k, dtype=torch.float32, device=device),
             integers(num_tokens, top_k),
@@ -61,6 +62,7 @@ class Routes:
             integers(num_experts),
             integers(most_tiles),
             integers(most_tiles),
+            tile_rows,
         )
 
 
@@ -262,13 +264,13 @@ def group_kernel(
     _write_tiles(tile_experts, tile_starts, counts, expert, most_tiles, EXPERTS_PADDED, TILE_ROWS)
 
 
-def route_triton(logits: torch.Tensor, top_k: int, *, normalize: bool) -> Routes:
+def route_triton(logits: torch.Tensor, top_k: int, *, normalize: bool, tile_rows: int = TILE_ROWS) -> Routes:
     """Route at least one token as `kernels.experts.route.route` does; ``logits`` is [num_tokens, num_experts]."""
     num_tokens, num_experts = logits.shape
     assert logits.stride(1) == 1
     experts_padded = triton.next_power_of_2(num_experts)
     block_tokens = max(1, min(16, _TILE_ELEMENTS // experts_padded))
-    routes = Routes.empty(num_tokens, num_experts, top_k, logits.device)
+    routes = Routes.empty(num_tokens, num_experts, top_k, tile_rows, logits.device)
     num_blocks = triton.cdiv(num_tokens, block_tokens) if num_tokens > _MOST_TOKENS else 0
     block_counts = routes.num_pairs.new_empty(max(num_blocks, 1), experts_padded)
     constants = {
@@ -298,7 +300,7 @@ def route_triton(logits: torch.Tensor, top_k: int, *, normalize: bool) -> Routes
         num_blocks,
         len(routes.tile_experts),
         LISTED_TOKENS=_LISTED_TOKENS,
-        TILE_ROWS=TILE_ROWS,
+        TILE_ROWS=tile_rows,
         **constants,
     )
     return routes
