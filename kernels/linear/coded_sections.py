@@ -13,15 +13,65 @@ of Q4_0 and MXFP4, 4.2 of GPTQ in groups of 128, 8.5 of Q8_0, 8.6 of Q6_K.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from kernels.coded_weight import CodedMatrix
+from kernels.coded_weight import CodedMatrix, CodeFormat
 
-__all__ = ["CodedSection"]
+__all__ = ["FACTORS", "CodedLayout", "CodedSection"]
+
+FACTORS = ("outer_scales", "outer_minima", "zero_points", "inner_scales", "inner_minima")
 
 _LARGEST_WIDTH = 64  # inputs that are multiplied at once
+
+
+@dataclass(frozen=True)
+class CodedLayout:
+    """How the codes of a format are packed.
+
+    Attributes:
+        format: how codes become numbers.
+        in_features: of an output.
+    """
+
+    format: CodeFormat
+    in_features: int
+
+    @property
+    def width(self) -> int:
+        """Inputs of a part."""
+        form = self.format
+        group = form.granule if form.has_inner else form.granule * form.granules_per_outer
+        return min(group, _LARGEST_WIDTH)
+
+    @property
+    def per_byte(self) -> int:
+        """Codes of a byte."""
+        bits = self.format.bits
+        return 8 // (2 if bits == 2 else 4 if bits <= 4 else 8)
+
+    @property
+    def parts_per_outer(self) -> int:
+        """Neighbouring parts with the same outer factors."""
+        return self.format.granule * self.format.granules_per_outer // self.width
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of an output."""
+        return -(-self.in_features // (self.width * self.per_byte))
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of an output, with those that fill its last block; so many rows have inner factors."""
+        return self.num_blocks * self.per_byte
+
+    @property
+    def num_outers(self) -> int:
+        """Rows of outer factors."""
+        return -(-self.num_parts // self.parts_per_outer)
 
 
 class CodedSection(nn.Module):
@@ -33,11 +83,7 @@ class CodedSection(nn.Module):
         device: of the packed tensors.
 
     Attributes:
-        format: how codes become numbers.
-        width: inputs of a part.
-        per_byte: codes of a byte.
-        parts_per_outer: neighbouring parts with the same outer factors.
-        num_blocks: blocks of an output.
+        layout: how it is packed.
         codes: uint8, as the module's docstring draws it.
         outer_scales: of the format's type, [num_outers, out_features].
         outer_minima: likewise; None without minima.
@@ -57,18 +103,11 @@ class CodedSection(nn.Module):
 
     def __init__(self, matrix: CodedMatrix, out_features: int, device: torch.device) -> None:
         super().__init__()
-        form = self.format = matrix.format
-        self.out_features, self.in_features = out_features, matrix.shape[1]
-        group = form.granule if form.has_inner else form.granule * form.granules_per_outer
-        self.width = min(group, _LARGEST_WIDTH)
-        self.parts_per_outer = form.granule * form.granules_per_outer // self.width
-        self.per_byte = 8 // (2 if form.bits == 2 else 4 if form.bits <= 4 else 8)
-        self.num_blocks = -(-self.in_features // (self.width * self.per_byte))
-        num_parts = self.num_blocks * self.per_byte
-        counts = {"inner_scales": num_parts, "inner_minima": num_parts}
-        for name in ("outer_scales", "outer_minima", "zero_points", "inner_scales", "inner_minima"):
-            count = counts.get(name, -(-num_parts // self.parts_per_outer))
+        self.out_features, self.layout = out_features, CodedLayout(matrix.format, matrix.shape[1])
+        counts = {"inner_scales": self.layout.num_parts, "inner_minima": self.layout.num_parts}
+        for name in FACTORS:
             part = matrix.parts.get(name)
+            count = counts.get(name, self.layout.num_outers)
             self._set(name, None if part is None else self._by_part(part.to(device), count))
         scales = matrix.output_scales
         self._set("output_scales", None if scales is None else F.pad(scales.to(device), (0, self._num_missing(scales))))
@@ -86,10 +125,11 @@ class CodedSection(nn.Module):
         return F.pad(factors, (0, count - factors.shape[1], 0, self._num_missing(factors))).t().contiguous()
 
     def _packed(self, codes: torch.Tensor) -> torch.Tensor:
-        missing = self.num_blocks * self.per_byte * self.width - self.in_features
+        num_blocks, per_byte, width = self.layout.num_blocks, self.layout.per_byte, self.layout.width
+        missing = num_blocks * per_byte * width - self.layout.in_features
         codes = F.pad(codes, (0, missing, 0, self._num_missing(codes)))
-        by_block = codes.view(self.out_features, self.num_blocks, self.per_byte, self.width).transpose(0, 1)
+        by_block = codes.view(self.out_features, num_blocks, per_byte, width).transpose(0, 1)
         packed = by_block[:, :, 0].contiguous()
-        for part in range(1, self.per_byte):
-            packed |= by_block[:, :, part] << (8 // self.per_byte * part)
+        for part in range(1, per_byte):
+            packed |= by_block[:, :, part] << (8 // per_byte * part)
         return packed

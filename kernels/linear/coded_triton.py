@@ -1,22 +1,21 @@
 """A linear layer in Triton on weights that stay codes: a program decodes its weights in registers and multiplies.
 
-Codes become the levels that they stand for, which every dtype has exactly, and are multiplied as these. The sums of the
-inputs that share a scale are multiplied by it in float32, so weights are not rounded to the dtype, as dequantised ones
-are. A minimum is multiplied by the sum of the activations. The reference is torch's `linear` on
-`kernels.coded_weight.decode`.
+coded_tiles.py says how. The reference is torch's `linear` on `kernels.coded_weight.decode`.
 
 A tile of weights is the first operand of the product, because tensor cores take that one from registers. All inputs of
 an output are added up in their order. For few rows their sum is divided into parts, so that small layers keep a whole
 GPU busy. A row has the same bits in any batch as long as the batches have the same tile; with ``batch_invariant`` there
 is only one, which divides nothing.
+
+For many rows the weights are decoded into memory, and cuBLAS multiplies: see coded_decode.py.
 """
 
 # ruff: noqa: N803 - Triton's users write compile-time constants in capitals
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import triton
@@ -24,8 +23,9 @@ import triton.language as tl
 from torch import nn
 
 from kernels.coded_weight import CodedWeight
-from kernels.linear.coded_levels import instructions, levels_of
+from kernels.linear.coded_decode import OUTPUTS_MULTIPLE, decode_outputs
 from kernels.linear.coded_sections import CodedSection
+from kernels.linear.coded_tiles import add_block, coded_constants
 
 __all__ = ["CodedTritonLinear"]
 
@@ -56,25 +56,9 @@ _TILES = {
 _MOST_PARTS = 8  # of a sum
 _INPUTS_OF_A_PART = 256  # at least
 _SUMMED = 1024  # outputs of a program that adds up parts
-_IS_INTERPRETED = triton.knobs.runtime.interpret
-
-
-@triton.jit
-def _factors(
-    index,  # of a part
-    column,
-    has_column,
-    num_outputs,
-    outer,
-    inner,
-    PARTS_PER_OUTER: tl.constexpr,
-):
-    """Return the scales or the minima of a part, float32 [BLOCK_OUTPUTS]."""
-    factor = tl.load(outer + index // PARTS_PER_OUTER * num_outputs + column, mask=has_column, other=0.0)
-    factor = factor.to(tl.float32)
-    if inner is not None:
-        factor *= tl.load(inner + index * num_outputs + column, mask=has_column, other=0).to(tl.float32)
-    return factor
+# Rows from which on weights are decoded into memory. For a million weights of 4 bits an H200 takes 0.65 us in registers
+# and 64 rows. By the bytes, decoding takes 0.6 us; cuBLAS takes 0.6 to 0.75 us for 128 to 256 rows.
+_MANY_ROWS = 129
 
 
 # The number of rows changes from step to step, which must not wait for a compilation.
@@ -97,8 +81,8 @@ def coded_linear_kernel(
     blocks_per_part,  # of the sums
     row_stride,
     output_stride,
-    ZERO: tl.constexpr,  # what is subtracted from each level
-    LOW_LEVELS: tl.constexpr,  # of `levels_of`, as the next ones
+    ZERO: tl.constexpr,  # of `coded_constants`, as the next eight
+    LOW_LEVELS: tl.constexpr,
     HIGH_LEVELS: tl.constexpr,
     FLOATS: tl.constexpr,
     INSTRUCTIONS: tl.constexpr,
@@ -119,40 +103,34 @@ def coded_linear_kernel(
     code_tile = codes + (first.to(tl.int64) * num_outputs + column[:, None]) * WIDTH + inputs[None, :]
     x_tile = rows + row[None, :].to(tl.int64) * row_stride + inputs[:, None]
     sums = tl.zeros((BLOCK_OUTPUTS, BLOCK_ROWS), dtype=tl.float32)
-    # Parts of a byte that have one scale are added up before they are multiplied by it.
-    one_scale: tl.constexpr = PARTS_PER_OUTER % PER_BYTE == 0 and inner_scales is None
     for block in range(first, tl.minimum(first + blocks_per_part, num_blocks)):
-        octets = tl.load(code_tile, mask=has_column[:, None], other=0)
-        levels = tl.zeros((BLOCK_OUTPUTS, BLOCK_ROWS), dtype=tl.float32)
-        # Tensor cores add up the activations that a minimum is multiplied by: each output has their sum.
-        activations = tl.zeros((BLOCK_OUTPUTS, BLOCK_ROWS), dtype=tl.float32)
-        for part in tl.static_range(PER_BYTE):
-            index = block * PER_BYTE + part
-            zero = tl.full((BLOCK_OUTPUTS,), 0.0, tl.float32)
-            if zero_points is not None:
-                at = zero_points + index // PARTS_PER_OUTER * num_outputs + column
-                zero = tl.load(at, mask=has_column, other=0).to(tl.float32)
-            elif outer_minima is None:
-                zero += ZERO
-            is_input = inputs < num_inputs - index * WIDTH
-            x = tl.load(x_tile + index * WIDTH, mask=is_input[:, None] & has_row[None, :], other=0.0)
-            level = levels_of(
-                octets, zero, part, PER_BYTE, LOW_LEVELS, HIGH_LEVELS, FLOATS, INSTRUCTIONS, BIAS, x.dtype
-            )
-            levels = tl.dot(level, x, levels, input_precision="ieee")
-            if outer_minima is not None:
-                ones = tl.full((BLOCK_OUTPUTS, WIDTH), 1.0, x.dtype)
-                activations = tl.dot(ones, x, activations, input_precision="ieee")
-            if not one_scale or part == PER_BYTE - 1:
-                scale = _factors(index, column, has_column, num_outputs, outer_scales, inner_scales, PARTS_PER_OUTER)
-                sums += scale[:, None] * levels
-                if outer_minima is not None:
-                    minimum = _factors(
-                        index, column, has_column, num_outputs, outer_minima, inner_minima, PARTS_PER_OUTER
-                    )
-                    sums -= minimum[:, None] * activations
-                levels = tl.zeros((BLOCK_OUTPUTS, BLOCK_ROWS), dtype=tl.float32)
-                activations = tl.zeros((BLOCK_OUTPUTS, BLOCK_ROWS), dtype=tl.float32)
+        sums = add_block(
+            sums,
+            tl.load(code_tile, mask=has_column[:, None], other=0),
+            x_tile,
+            has_row,
+            block,
+            0,
+            0,
+            column,
+            has_column,
+            num_outputs,
+            num_inputs,
+            outer_scales,
+            outer_minima,
+            zero_points,
+            inner_scales,
+            inner_minima,
+            ZERO,
+            LOW_LEVELS,
+            HIGH_LEVELS,
+            FLOATS,
+            INSTRUCTIONS,
+            BIAS,
+            WIDTH,
+            PER_BYTE,
+            PARTS_PER_OUTER,
+        )
         code_tile += num_outputs * WIDTH
     if output_scales is not None:
         sums *= tl.load(output_scales + column, mask=has_column, other=0.0)[:, None]
@@ -197,6 +175,8 @@ class CodedTritonLinear(nn.Module):
     Attributes:
         bias: a parameter [out_features] on the device, or None, as at first.
         input_order: the input that each column of codes multiplies, int32 [in_features]; None: they are in order.
+        scratch: memory of `coded_decode.scratch_of` for the weights of many rows; None: they are decoded in registers
+            for any number of rows. It may be shared with layers that are computed before and after this one.
     """
 
     bias: torch.Tensor | None
@@ -208,6 +188,7 @@ class CodedTritonLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = weight.sections[0].shape[1], out_features
         self.batch_invariant = batch_invariant
+        self.scratch: torch.Tensor | None = None
         self.register_parameter("bias", None)
         order = None if weight.input_order is None else weight.input_order.to(device)
         self.register_parameter("input_order", None if order is None else nn.Parameter(order, requires_grad=False))
@@ -227,18 +208,43 @@ class CodedTritonLinear(nn.Module):
         output = rows.new_empty(len(rows), self.out_features)
         if not len(rows):
             return output.view(*x.shape[:-1], self.out_features)
-        tile, first = _tile(rows, is_only_one=self.batch_invariant), 0
+        scratch = None if self.batch_invariant or len(rows) < _MANY_ROWS else self.scratch
+        if scratch is not None and scratch.dtype == rows.dtype:
+            self._multiply_decoded(output, rows, scratch)
+        else:
+            tile = _tile(rows, is_only_one=self.batch_invariant)
+            for section, own in self._sections_and_outputs():
+                _multiply(output[:, own], rows, section, None if self.bias is None else self.bias[own], tile)
+        return output.view(*x.shape[:-1], self.out_features)
+
+    def _sections_and_outputs(self) -> Iterator[tuple[CodedSection, slice]]:
+        first = 0
         for section in self.sections:
             assert isinstance(section, CodedSection)
-            own = slice(first, first + section.out_features)
-            _multiply(output[:, own], rows, section, None if self.bias is None else self.bias[own], tile)
-            first = own.stop
-        return output.view(*x.shape[:-1], self.out_features)
+            yield section, slice(first, first + section.out_features)
+            first += section.out_features
+
+    def _multiply_decoded(self, output: torch.Tensor, rows: torch.Tensor, scratch: torch.Tensor) -> None:
+        """Decode as many outputs as ``scratch`` has memory for, and multiply them with all rows, until all are."""
+        most = len(scratch) // self.in_features
+        if most < self.out_features:
+            most -= most % OUTPUTS_MULTIPLE
+        for first in range(0, self.out_features, most):
+            stop = min(first + most, self.out_features)
+            weight = scratch[: (stop - first) * self.in_features].view(stop - first, self.in_features)
+            for section, own in self._sections_and_outputs():
+                start, end = max(first, own.start), min(stop, own.stop)
+                if start < end:
+                    decode_outputs(weight[start - first : end - first], section, start - own.start)
+            if self.bias is None:
+                torch.mm(rows, weight.t(), out=output[:, first:stop])
+            else:
+                torch.addmm(self.bias[first:stop], rows, weight.t(), out=output[:, first:stop])
 
     def compile_kernels(self, dtype: torch.dtype) -> None:
         """Launch what any number of rows of ``dtype`` launches."""
         device = next(self.parameters()).device
-        for num_rows in (1, _TILES[dtype.itemsize][0].num_rows + 1):
+        for num_rows in (1, _TILES[dtype.itemsize][0].num_rows + 1, _MANY_ROWS):
             self(torch.zeros(num_rows, self.in_features, dtype=dtype, device=device))
 
 
@@ -252,10 +258,10 @@ def _tile(rows: torch.Tensor, *, is_only_one: bool) -> _Tile:
 def _blocks_per_part(section: CodedSection, tile: _Tile) -> int:
     """Return of how many blocks a program adds up the inputs. Of the rows, it depends only on their tile."""
     if not tile.num_programs:
-        return section.num_blocks
+        return section.layout.num_blocks
     num_tiles = -(-section.out_features // tile.num_outputs)
-    most = min(_MOST_PARTS, max(1, section.in_features // _INPUTS_OF_A_PART))
-    return -(-section.num_blocks // min(most, -(-tile.num_programs // num_tiles)))
+    most = min(_MOST_PARTS, max(1, section.layout.in_features // _INPUTS_OF_A_PART))
+    return -(-section.layout.num_blocks // min(most, -(-tile.num_programs // num_tiles)))
 
 
 def _multiply(
@@ -264,7 +270,7 @@ def _multiply(
     """Set ``output`` [num_rows, out_features] to the product of ``rows`` with a section's weights, plus ``bias``."""
     num_rows, num_outputs = output.shape
     blocks_per_part = _blocks_per_part(section, tile)
-    num_parts = triton.cdiv(section.num_blocks, blocks_per_part)
+    num_parts = triton.cdiv(section.layout.num_blocks, blocks_per_part)
     target = output if num_parts == 1 else rows.new_empty(num_parts, num_rows, num_outputs, dtype=torch.float32)
     num_tiles = triton.cdiv(num_rows, tile.num_rows) * triton.cdiv(num_outputs, tile.num_outputs)
     coded_linear_kernel[num_tiles, num_parts](
@@ -280,12 +286,12 @@ def _multiply(
         bias if num_parts == 1 else None,
         num_rows,
         num_outputs,
-        section.in_features,
-        section.num_blocks,
+        section.layout.in_features,
+        section.layout.num_blocks,
         blocks_per_part,
         rows.stride(0),
         target.stride(-2),
-        **_constants(section, rows.dtype),
+        **coded_constants(section.layout, rows.dtype),
         BLOCK_ROWS=tile.num_rows,
         BLOCK_OUTPUTS=tile.num_outputs,
         num_warps=tile.num_warps,
@@ -305,22 +311,3 @@ def _multiply(
             BLOCK=_SUMMED,
             enable_fp_fusion=True,
         )
-
-
-def _constants(section: CodedSection, dtype: torch.dtype) -> dict[str, Any]:
-    levels = section.format.levels
-    low, high = (int.from_bytes(bytes(levels[start : start + 8]), "little", signed=True) for start in (0, 8))
-    chosen, bias = (
-        (section.per_byte * (None,), 0.0) if _IS_INTERPRETED else instructions(section.format, section.per_byte, dtype)
-    )
-    return {
-        "ZERO": section.format.zero,
-        "LOW_LEVELS": low if levels else None,
-        "HIGH_LEVELS": high if levels else None,
-        "FLOATS": section.format.floats,
-        "INSTRUCTIONS": chosen,
-        "BIAS": bias,
-        "WIDTH": section.width,
-        "PER_BYTE": section.per_byte,
-        "PARTS_PER_OUTER": section.parts_per_outer,
-    }

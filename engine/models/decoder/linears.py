@@ -8,7 +8,7 @@ the same bits in every case.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,7 +25,7 @@ from kernels.linear.select import select_linear_method
 if TYPE_CHECKING:
     from kernels.linear.coded_triton import CodedTritonLinear
 
-__all__ = ["choose_linear_method", "coded_layer", "replace_linears"]
+__all__ = ["choose_linear_method", "coded_layer", "prepare_coded", "replace_linears"]
 
 
 def choose_linear_method(
@@ -89,6 +89,27 @@ def coded_layer(
     from kernels.linear.coded_triton import CodedTritonLinear  # a CPU needs no Triton
 
     return CodedTritonLinear(weight, len(linear.weight), device, batch_invariant=batch_invariant)
+
+
+def prepare_coded(layers: Collection[CodedTritonLinear], dtype: torch.dtype, device: torch.device) -> None:
+    """Give layers on codes the memory in which the weights of many rows are decoded, and compile their kernels.
+
+    A step may have any number of rows, and must not wait for a compilation. The layers of a model share the memory.
+
+    Args:
+        layers: of one model.
+        dtype: of activations.
+        device: of the layers.
+    """
+    if not layers:
+        return
+    from kernels.linear.coded_decode import scratch_of  # a CPU needs no Triton
+
+    shapes = [(layer.out_features, layer.in_features) for layer in layers if not layer.batch_invariant]
+    scratch = scratch_of(shapes, dtype, device) if shapes else None
+    for layer in layers:
+        layer.scratch = scratch
+        layer.compile_kernels(dtype)
 
 
 def replace_linears(

@@ -1,0 +1,129 @@
+"""Decode a coded weight into memory in Triton, for a product with so many rows that cuBLAS is faster.
+
+Decoding reads 0.5 bytes of a weight of 4 bits and writes 2 in bfloat16. By the data sheet of an H100 that takes half as
+long as the product with 600 rows, and a thirtieth of that with 8,192. The reference is `kernels.coded_weight.decode`.
+"""
+
+# ruff: noqa: N803 - Triton's users write compile-time constants in capitals
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.linear.coded_sections import CodedSection
+from kernels.linear.coded_tiles import coded_constants, decoded_part
+
+__all__ = ["OUTPUTS_MULTIPLE", "decode_outputs", "scratch_of"]
+
+OUTPUTS_MULTIPLE = 128  # of the outputs that are decoded at once, if not all: cuBLAS has such tiles
+_SCRATCH_BYTES = 128 * 2**20  # of decoded weights; a larger weight is multiplied in parts
+_CODES = 4096  # bytes that a program decodes
+_LEAST_OUTPUTS = 16
+
+
+@triton.jit(do_not_specialize=["first_output", "num_decoded"])
+def decode_kernel(
+    weight,  # [num_decoded, num_inputs], contiguous
+    codes,  # of CodedSection, as all that follow
+    outer_scales,
+    outer_minima,
+    zero_points,
+    inner_scales,
+    inner_minima,
+    output_scales,
+    first_output,  # that is decoded
+    num_decoded,
+    num_outputs,
+    num_inputs,
+    ZERO: tl.constexpr,  # of `coded_constants`, as the next eight
+    LOW_LEVELS: tl.constexpr,
+    HIGH_LEVELS: tl.constexpr,
+    FLOATS: tl.constexpr,
+    INSTRUCTIONS: tl.constexpr,
+    BIAS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PER_BYTE: tl.constexpr,
+    PARTS_PER_OUTER: tl.constexpr,
+    BLOCK_OUTPUTS: tl.constexpr,
+):
+    """One program decodes a block of some outputs. Its neighbours write the next inputs of the same outputs."""
+    block = tl.program_id(0)
+    row = tl.program_id(1) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
+    column = first_output + row
+    is_decoded = row < num_decoded
+    inputs = tl.arange(0, WIDTH)
+    code_tile = codes + (block.to(tl.int64) * num_outputs + column[:, None]) * WIDTH + inputs[None, :]
+    octets = tl.load(code_tile, mask=is_decoded[:, None], other=0)
+    target = weight + row[:, None].to(tl.int64) * num_inputs + inputs[None, :]
+    for part in tl.static_range(PER_BYTE):
+        decoded = decoded_part(
+            octets,
+            part,
+            block,
+            column,
+            is_decoded,
+            num_outputs,
+            outer_scales,
+            outer_minima,
+            zero_points,
+            inner_scales,
+            inner_minima,
+            output_scales,
+            ZERO,
+            LOW_LEVELS,
+            HIGH_LEVELS,
+            FLOATS,
+            INSTRUCTIONS,
+            BIAS,
+            PER_BYTE,
+            PARTS_PER_OUTER,
+            weight.dtype.element_ty,
+        )
+        first = (block * PER_BYTE + part) * WIDTH
+        mask = is_decoded[:, None] & (inputs < num_inputs - first)[None, :]
+        tl.store(target + first, decoded, mask=mask)
+
+
+def decode_outputs(weight: torch.Tensor, section: CodedSection, first_output: int) -> None:
+    """Set ``weight`` [num_decoded, in_features], contiguous, to the weights of outputs from ``first_output`` on."""
+    assert weight.is_contiguous()
+    layout, num_decoded = section.layout, len(weight)
+    block_outputs = max(_CODES // layout.width, _LEAST_OUTPUTS)
+    decode_kernel[layout.num_blocks, triton.cdiv(num_decoded, block_outputs)](
+        weight,
+        section.codes,
+        section.outer_scales,
+        section.outer_minima,
+        section.zero_points,
+        section.inner_scales,
+        section.inner_minima,
+        section.output_scales,
+        first_output,
+        num_decoded,
+        section.out_features,
+        layout.in_features,
+        **coded_constants(layout, weight.dtype),
+        BLOCK_OUTPUTS=block_outputs,
+        num_warps=8,
+        enable_fp_fusion=True,
+    )
+
+
+def scratch_of(shapes: Iterable[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return memory for the decoded weights of layers that are computed one after the other.
+
+    Args:
+        shapes: the outputs and inputs of each layer.
+        dtype: of decoded weights.
+        device: of the memory.
+
+    Returns:
+        Elements that suffice for the largest layer, or for a part of its outputs.
+    """
+    most = _SCRATCH_BYTES // dtype.itemsize
+    sizes = (max(min(outputs * inputs, most), min(outputs, OUTPUTS_MULTIPLE) * inputs) for outputs, inputs in shapes)
+    return torch.empty(max(sizes, default=0), dtype=dtype, device=device)
