@@ -151,7 +151,8 @@ def main() -> None:
             measured = measure(number, args.repeats, pulls=pulls)
             results["decisions"][f"{number}{', pulls' if pulls else ''}"] = measured
             for kind, calls in measured["kinds"].items():
-                print(f"{number} replicas, pulls={pulls}, {kind}: choose, us {calls['choose']}", flush=True)
+                print(f"{number} replicas, pulls={pulls}, {kind}, us: choose {calls['choose']}", end=", ")
+                print(f"again {calls['choose again']}", flush=True)
     runs = subset_runs(args.trace, args.subset_replicas, args.subset_ingresses, args.subsets)
     for run, figures in zip(runs, run_all(runs, args.processes), strict=True):
         results["subsets"].append(asdict(run.settings) | figures)

@@ -35,7 +35,6 @@ __all__ = [
     "PromptBlocks",
     "PromptCost",
     "ReplicaCost",
-    "ReplicaCosts",
     "prompt_cost",
     "prompt_costs",
 ]
@@ -116,32 +115,38 @@ class ReplicaCost:
             self.step_s += costs.kv_token_s * num_context_tokens
             self.kv_token_s = (num_answers + 1) * costs.kv_token_s
 
-
-class ReplicaCosts(NamedTuple):
-    """The numbers of several replicas, as ReplicaCost has them: an array each, with an element for each replica."""
-
-    queue_s: npt.NDArray[np.float64]
-    seconds_per_token: npt.NDArray[np.float64]
-    step_s: npt.NDArray[np.float64]
-    kv_token_s: npt.NDArray[np.float64]
+    @property
+    def numbers(self) -> tuple[float, float, float, float]:
+        """The numbers as ``prompt_costs`` takes them: queue, seconds per token, step, KV token."""
+        return self.queue_s, self.seconds_per_token, self.step_s, self.kv_token_s
 
 
 def prompt_costs(
-    replicas: ReplicaCosts, prompt: PromptBlocks, num_cached_blocks: npt.NDArray[np.float64], prices: Prices
+    columns: npt.NDArray[np.float64],
+    prompt: PromptBlocks,
+    num_cached_blocks: npt.NDArray[np.float64] | None,
+    prices: Prices,
 ) -> npt.NDArray[np.float64]:
-    """Return the cost of ``prompt`` on each replica.
+    """Return the cost of ``prompt`` on each of many replicas; shape [num_replicas].
+
+    Few operations on whole arrays, because each takes about as long for 64 replicas as for one. They add up in the same
+    order for every replica: equal replicas cost exactly the same.
 
     Args:
-        replicas: their numbers.
+        columns: the numbers of the replicas, in the order of ``ReplicaCost.numbers``; shape [4, num_replicas].
         prompt: the prompt.
-        num_cached_blocks: how many leading blocks of the prompt each replica has cached.
+        num_cached_blocks: how many leading blocks of the prompt each replica has cached; None: none has any.
         prices: what is the same on all replicas.
     """
     weight, steps = 1 + prices.prefill, prices.decode
-    # The last token is computed even if its block is cached: its logits are needed.
-    saved = np.minimum(num_cached_blocks * (weight * prompt.block_size), weight * max(0, prompt.num_tokens - 1))
-    prefill_s = replicas.queue_s + replicas.seconds_per_token * (weight * max(1, prompt.num_tokens) - saved)
-    return prefill_s + steps * replicas.step_s + (steps * prompt.num_tokens) * replicas.kv_token_s
+    factors = np.array(((1.0,), (weight * max(1, prompt.num_tokens),), (steps,), (steps * prompt.num_tokens,)))
+    costs: npt.NDArray[np.float64] = np.add.reduce(columns * factors, axis=0)
+    if num_cached_blocks is not None:
+        # The last token is computed even if its block is cached: its logits are needed.
+        saved = np.minimum(num_cached_blocks * (weight * prompt.block_size), weight * max(0, prompt.num_tokens - 1))
+        saved *= columns[1]
+        costs -= saved
+    return costs
 
 
 def prompt_cost(

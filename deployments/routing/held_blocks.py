@@ -37,11 +37,17 @@ class HeldBlocks(Mapping[str, int]):
 
     def by_slot(self, num_slots: int) -> npt.NDArray[np.float64]:
         """Return the number of each slot, 0 for those that hold none; shape [num_slots], all replicas' slots."""
-        held = np.zeros(num_slots)
-        num_bytes = (num_slots + 7) // 8
-        for mask, number in self._groups:
-            bits = np.frombuffer(mask.to_bytes(num_bytes, "little"), np.uint8)
-            held[np.unpackbits(bits, count=num_slots, bitorder="little").view(np.bool_)] = number
+        groups = self._groups
+        if sum(mask for mask, _ in groups) == (1 << num_slots) - 1:  # all hold some, such as a system prompt
+            held, groups = np.full(num_slots, float(groups[0][1])), groups[1:]
+        else:
+            held = np.zeros(num_slots)
+        for mask, number in groups:
+            if mask & (mask - 1):
+                bits = np.frombuffer(mask.to_bytes((num_slots + 7) // 8, "little"), np.uint8)
+                held[np.unpackbits(bits, count=num_slots, bitorder="little").view(np.bool_)] = number
+            else:  # one replica, as for most of the blocks of a conversation
+                held[mask.bit_length() - 1] = number
         return held
 
     def deepest(self) -> Iterator[tuple[str, int]]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from deployments.routing.cost import Fetch, Prices, PromptBlocks, PromptCost, ReplicaCosts, prompt_cost, prompt_costs
+from deployments.routing.cost import Fetch, Prices, PromptBlocks, PromptCost, prompt_cost
 from deployments.routing.fetches import Sources, best_fetch, saved_per_block
 from deployments.routing.held_blocks import HeldBlocks
 from deployments.routing.replica_table import ReplicaTable
@@ -30,6 +30,7 @@ __all__ = ["Decision", "RoutingPolicy"]
 _FREE = PromptCost(0.0, 0.0, 0.0, 0.0, 0.0)
 _TIED = 1.002  # times the lowest cost
 _MAX_FETCHING = 8  # replicas whose fetches are compared: there may be a thousand idle ones
+_EXCLUDED = 3  # the tier of rows that are no candidates
 
 _Floats = npt.NDArray[np.float64]
 _Tiers = npt.NDArray[np.int8]
@@ -80,62 +81,64 @@ class RoutingPolicy:
             sources: from where the prompt's beginning can be fetched; None: from nowhere.
         """
         prices = self._table.cluster.prices(max_tokens, self._table.options.first_token_weight)
-        rows = self._table.rows.rows(candidates)
-        replicas = self._table.rows.costs(rows)
-        cached = self._table.rows.held(num_cached_blocks, rows)
-        costs = prompt_costs(replicas, prompt, cached, prices)
-        tiers = self._table.rows.tiers(rows, avoid)
-        usual = costs if tiers is None else np.where(tiers == tiers.min(), costs, np.inf)
-        fetches = self._fetch(candidates, prompt, prices, sources, usual, cached, replicas) if sources else {}
+        rows = self._table.rows
+        cached = rows.held(num_cached_blocks)
+        costs = rows.costs(candidates, prompt, cached, prices)
+        usual = costs
+        if (tiers := rows.tiers(avoid)) is not None:
+            tiers[costs == np.inf] = _EXCLUDED
+            usual = np.where(tiers == tiers.min(), costs, np.inf)
+        fetches = self._fetch(prompt, prices, sources, usual, cached) if sources else {}
         best = _most(num_cached_blocks)
         if hashes := prompt.hashes:
-            tied = _tied(usual, cached)
-            chosen = int(tied[0])
-            if len(tied) > 1:
-                chosen = int(tied[self._table.rows.rendezvous(rows[tied], hashes[min(best, len(hashes) - 1)])])
+            chosen = self._tied(usual, cached, hashes[min(best, len(hashes) - 1)])
         else:
             chosen = self._in_turn(usual)
-        name = candidates[chosen]
-        predicted, fetch = int(cached[chosen]), fetches.get(chosen)
+        name, fetch = rows.names[chosen], fetches.get(chosen)
+        predicted = 0 if cached is None else int(cached[chosen])
         cost = prompt_cost(self._table.by_name[name], prompt, predicted, prices, fetch)
         next_cost = _next_cost(usual, costs, tiers, chosen)
         outcome = _outcome(bool(hashes), bool(avoid), predicted, best)
         return Decision(name, outcome, predicted, best, cost, next_cost, fetch)
 
     def _fetch(
-        self,
-        candidates: Sequence[str],
-        prompt: PromptBlocks,
-        prices: Prices,
-        sources: Sources,
-        costs: _Floats,
-        cached: _Floats,
-        replicas: ReplicaCosts,
+        self, prompt: PromptBlocks, prices: Prices, sources: Sources, costs: _Floats, cached: _Floats | None
     ) -> dict[int, Fetch]:
-        """Return what the candidates fetch, by their number, and reduce their costs by what that saves.
+        """Return what the replicas fetch, by their rows, and reduce their costs by what that saves.
 
         It leaves out replicas that would cost more than the cheapest one even if a fetch took no time.
         """
-        cheapest = float(costs.min())
-        missing = sources.max_blocks - cached
-        floors = costs - missing * (saved_per_block(prompt, prices) * replicas.seconds_per_token)
-        gaining = np.flatnonzero((missing > 0) & (floors <= cheapest * _TIED))
-        by_floor = gaining[np.argsort(floors[gaining], kind="stable")[:_MAX_FETCHING]]
+        rows = self._table.rows
+        cheapest: float = costs[costs.argmin()].item()
+        missing = sources.max_blocks - (np.zeros(len(costs)) if cached is None else cached)
+        floors = costs - missing * (saved_per_block(prompt, prices) * rows.seconds_per_token)
+        gaining = (floors <= cheapest * _TIED).nonzero()[0]
+        gaining = gaining[missing[gaining] > 0]
+        by_floor = gaining[floors[gaining].argsort(kind="stable")[:_MAX_FETCHING]]
         fetches = dict[int, Fetch]()
-        for number in by_floor.tolist():
-            if floors[number] > cheapest * _TIED:
+        for row in by_floor.tolist():
+            if floors[row] > cheapest * _TIED:
                 break
-            name = candidates[number]
-            fetch = best_fetch(name, self._table.by_name[name], prompt, int(cached[number]), sources, prices)
+            name = rows.names[row]
+            num_cached = sources.max_blocks - int(missing[row])
+            fetch = best_fetch(name, self._table.by_name[name], prompt, num_cached, sources, prices)
             if fetch is not None:
-                fetches[number] = fetch
-                costs[number] -= fetch.saved_s
-                cheapest = min(cheapest, float(costs[number]))
+                fetches[row] = fetch
+                costs[row] -= fetch.saved_s
+                cheapest = min(cheapest, float(costs[row]))
         return fetches
 
+    def _tied(self, costs: _Floats, cached: _Floats | None, block: int) -> int:
+        """Return one of the rows that are about as cheap as the cheapest and hold as much: by rendezvous hashing."""
+        first = int(costs.argmin())
+        tied = (costs <= costs[first] * _TIED).nonzero()[0]
+        if len(tied) > 1 and cached is not None:
+            tied = tied[cached[tied] == cached[first]]
+        return first if len(tied) == 1 else self._table.rows.rendezvous(tied, block)
+
     def _in_turn(self, costs: _Floats) -> int:
-        """Return the number of one of the cheapest; equals take turns."""
-        cheapest = np.flatnonzero(costs == costs.min())
+        """Return one of the cheapest rows; equals take turns."""
+        cheapest = (costs == costs[costs.argmin()]).nonzero()[0]
         self._turn = (self._turn + 1) % len(costs)
         return int(cheapest[np.searchsorted(cheapest, self._turn) % len(cheapest)])
 
@@ -144,29 +147,22 @@ def _most(num_blocks: HeldBlocks | Mapping[str, int]) -> int:
     return num_blocks.most if isinstance(num_blocks, HeldBlocks) else max(num_blocks.values(), default=0)
 
 
-def _tied(costs: _Floats, cached: _Floats) -> npt.NDArray[np.intp]:
-    """Return the numbers of the replicas that are about as cheap as the cheapest and hold as much of the prompt."""
-    first = costs.argmin()
-    return np.flatnonzero((costs <= costs[first] * _TIED) & (cached == cached[first]))
-
-
 def _next_cost(usual: _Floats, costs: _Floats, tiers: _Tiers | None, chosen: int) -> float | None:
     """Return the lowest cost of the others, in the best of their tiers; None if there are no others.
 
     Args:
-        usual: the costs of the best tier, and infinity for the others. The chosen one's is overwritten.
-        costs: of all.
-        tiers: of all; None: there is one.
-        chosen: the number of the replica that is chosen.
+        usual: the costs of the candidates of the best tier, and infinity for the others. Like the other arrays it is
+            overwritten.
+        costs: of all rows, infinity for those that are no candidates.
+        tiers: of all rows; None: the candidates have one.
+        chosen: the row of the replica that is chosen.
     """
-    if len(costs) == 1:
-        return None
-    usual[chosen] = np.inf
-    lowest = float(usual.min())
-    if lowest != np.inf or tiers is None:
-        return lowest
-    others = np.arange(len(costs)) != chosen
-    return float(costs[others & (tiers == tiers[others].min())].min())
+    usual[chosen] = costs[chosen] = np.inf
+    lowest: float = usual[usual.argmin()].item()
+    if lowest == np.inf and tiers is not None:
+        tiers[chosen] = _EXCLUDED
+        lowest = np.where(tiers == tiers.min(), costs, np.inf).min().item()
+    return None if lowest == np.inf else lowest
 
 
 def _outcome(has_hashes: bool, is_retry: bool, predicted: int, best: int) -> str:

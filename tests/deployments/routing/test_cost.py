@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.routing.cost import Prices, PromptBlocks, ReplicaCost, ReplicaCosts, prompt_cost, prompt_costs
+from deployments.routing.cost import Prices, PromptBlocks, ReplicaCost, prompt_cost, prompt_costs
 from engine.observability.step_costs import StepCosts
 
 PROMPT = PromptBlocks(64, [1, 2, 3, 4], 16)
@@ -15,8 +15,10 @@ COSTS = StepCosts(base_s=0.02, prefill_token_s=0.5, sequence_s=0.003, kv_token_s
 
 
 def cost_of(replica: ReplicaCost, num_cached: int, prices: Prices, prompt: PromptBlocks = PROMPT) -> float:
-    columns = [np.array([getattr(replica, field)]) for field in ReplicaCosts._fields]
-    return float(prompt_costs(ReplicaCosts(*columns), prompt, np.array([float(num_cached)]), prices)[0])
+    columns = np.array([replica.numbers]).T
+    cost = float(prompt_costs(columns, prompt, np.array([float(num_cached)]), prices)[0])
+    assert num_cached or prompt_costs(columns, prompt, None, prices)[0] == cost
+    return cost
 
 
 def test_a_replica_without_a_queue_costs_the_tokens_that_it_computes() -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from math import inf
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from deployments.routing.cost import ReplicaCosts
+from deployments.routing.cost import Prices, PromptBlocks, prompt_cost
 from deployments.routing.options import RoutingOptions
 from deployments.routing.replica_table import ReplicaTable
 from deployments.transport.request_channel.dispatch import Dispatch
 from engine.observability.step_costs import StepCosts
 from tests.deployments.routing.dispatches import dispatch_of
 from tests.deployments.routing.views import IDLE
+
+PROMPT, PRICES = PromptBlocks(64, [], 16), Prices(0.5, 3.0)
 
 _ACTIONS = ("add", "remove", "report", "sent", "ended", "wait")
 
@@ -51,11 +56,14 @@ def test_the_sums_are_those_of_the_replicas_that_are_left(actions: list[tuple[st
         assert (table._pending, table._decoding) == (sum(pending), sum(decoding))
         assert table._busy == sum(number > 0 for number in pending)
         names = sorted(table.by_name)
-        rows = table.rows.rows(names)
-        for name, *numbers in zip(names, *table.rows.costs(rows), strict=True):
-            assert numbers == [getattr(table.by_name[name], field) for field in ReplicaCosts._fields]
-        tiers, expected = table.rows.tiers(rows, ()), [int(table.by_name[name].ranks_last) for name in names]
-        assert ([0] * len(names) if tiers is None else tiers.tolist()) == expected
+        costs = table.rows.costs(names[::2], PROMPT, None, PRICES).tolist()
+        tiers = table.rows.tiers(())
+        for row, (name, cost) in enumerate(zip(table.rows.names, costs, strict=True)):
+            if name in names[::2]:
+                assert cost == pytest.approx(sum(prompt_cost(table.by_name[name], PROMPT, 0, PRICES)))
+                assert table.by_name[name].ranks_last == (tiers is not None and tiers[row] == 1)
+            else:
+                assert cost == inf
     for name in list(table.by_name):
         table.remove(name)
     assert (table._pending, table._decoding, table._busy) == (0, 0, 0)
