@@ -63,7 +63,7 @@ def test_the_page_lists_every_key_with_its_default_and_nothing_else() -> None:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("| `router.first_token_weight` | `40.0`", "| `router.first_token_weight` | `3.0`"),
+        ("| `router.first_token_weight` | `15.0`", "| `router.first_token_weight` | `3.0`"),
         ("| `router.first_token_weight`", "| `router.first_token_weights`"),
         ("| `model` | required |", "| `model` | `null` |"),
         ("| `engine.seed` | `0`", "| `engine.sed` | `0`"),

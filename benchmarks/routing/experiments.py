@@ -60,7 +60,7 @@ def shared_steps(path: str, seeds: int, processes: int) -> list[dict[str, Any]]:
     return _rows(rows, seeds, processes)
 
 
-def leave_one_out(path: str, processes: int, weights: Sequence[float] = (20.0, 40.0, 80.0)) -> dict[str, Any]:
+def leave_one_out(path: str, processes: int, weights: Sequence[float] = (7.5, 15.0, 30.0)) -> dict[str, Any]:
     """Return, for each trace, how the constant that the other traces would choose does on it, with shared steps.
 
     A weight's score on a trace is the mean logarithm of its mean TTFT and mean whole-request time, one seed; the lower

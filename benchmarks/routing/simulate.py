@@ -67,7 +67,7 @@ def main() -> None:
             print(f"\n{part}\n" + "\n".join(f"{trace}: {row}" for trace, row in results[part].items()), flush=True)
         elif part != "tune":
             print(f"\n{part}\n" + "\n".join(table(results[part])), flush=True)
-    if "compare" in results:
+    if "compare" in args.parts:
         from benchmarks.routing.plot import plot  # needs matplotlib, the extra `bench`
 
         plot(results, args.out.with_suffix(".png"))

@@ -13,7 +13,8 @@ relieve the others:
     price = pending / (1 - b) + decoding / first_token_weight + min(1, reuse)
 
 What an answer costs by decoding where it does counts ``1 + reuse`` times, because the prompts that continue it will go
-where it is cached.
+where it is cached. How busy the replicas are does not matter there: an answer adds as much to a step that also computes
+prompts, and it takes no more steps.
 
 The means are over the last half minute, of what the replicas report and this ingress has dispatched since. Decisions
 sample them; requests that arrive at random see averages over time.
@@ -82,4 +83,4 @@ class ClusterLoad:
         reuse = self._cached_tokens / self._computed_tokens
         memory = min(1.0, reuse)
         prefill = self._pending / idle + self._decoding / first_token_weight + memory
-        return Prices(prefill, (1 + reuse) * length / idle / first_token_weight, memory)
+        return Prices(prefill, (1 + reuse) * length / first_token_weight, memory)

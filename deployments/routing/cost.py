@@ -5,14 +5,14 @@
     queue   = queued tokens / P          prompt tokens that the replica computes before; P is its measured prefill rate
     prefill = uncached tokens / P        those of this prompt, at least one
     price                                what a second of prefill costs the cluster's other requests (cluster_load.py)
-    decode  = (1 + reuse) * L / (1 - b) * (base + (2n + 1) * sequence + kv * (K + (n + 1) * tokens))
+    decode  = (1 + reuse) * L * (base + (2n + 1) * sequence + kv * (K + (n + 1) * tokens))
                                          the steps of this answer, and what it adds to those of the answers beside it
     F       = RoutingOptions.first_token_weight
 
-L is the expected length of the answer, n the number of answers on the replica and K the tokens in their contexts, b the
-share of the time in which replicas compute prompts, ``reuse`` how often a computed token is used again. ``base``,
-``sequence`` and ``kv`` are the replica's StepCosts: with this answer everyone's step takes ``base + (n + 1) * sequence
-+ kv * (K + tokens)`` seconds, and without it the steps of the n others take ``sequence + kv * tokens`` less.
+L is the expected length of the answer, n the number of answers on the replica and K the tokens in their contexts,
+``reuse`` how often a computed token is used again. ``base``, ``sequence`` and ``kv`` are the replica's StepCosts: with
+this answer everyone's step takes ``base + (n + 1) * sequence + kv * (K + tokens)`` seconds, and without it the steps of
+the n others take ``sequence + kv * tokens`` less.
 
 Preble (Srivatsa et al., 2024) adds the queue to the prefill in seconds; the price and the part of the others are ours.
 Arithmetic only: what is queued and cached comes from the caller.
@@ -52,7 +52,7 @@ class Prices(NamedTuple):
     """What is the same on all replicas."""
 
     prefill: float = 0.0  # price
-    decode: float = 0.0  # (1 + reuse) * L / (1 - b) / F
+    decode: float = 0.0  # (1 + reuse) * L / F
     memory: float = 0.0  # the part of ``prefill`` for the blocks that a stored one evicts
 
 

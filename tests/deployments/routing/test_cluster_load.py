@@ -71,7 +71,8 @@ def test_the_expected_length_is_the_mean_of_recent_answers_and_at_most_what_is_a
 
 def test_decoding_counts_for_the_prompts_that_will_continue_the_answer() -> None:
     load = ClusterLoad()
-    load.sample(0.0, 0.0, 0.5, now=0.0)
     for _ in range(5_000):
         load.sent(75, 25)
-    assert load.prices(100, 40.0).decode == pytest.approx((1 + 3) * 100 / 0.5 / 40, rel=0.01)
+    for busy in (0.0, 0.9):  # the number of steps is the same
+        load.sample(0.0, 0.0, busy, now=0.0)
+        assert load.prices(100, 40.0).decode == pytest.approx((1 + 3) * 100 / 40, rel=0.01)

@@ -59,7 +59,7 @@ def test_the_more_requests_a_prefill_delays_the_more_a_cached_prefix_is_worth() 
     assert decision.next_cost_s is not None
     assert sum(decision.cost) < decision.next_cost_s
     assert decision.cost.queue_s == pytest.approx(0.2)
-    assert decision.cost.others_s == pytest.approx((2 / 0.1 + 80 / 40 + 1) * decision.cost.prefill_s)
+    assert decision.cost.others_s == pytest.approx((2 / 0.1 + 80 / 15 + 1) * decision.cost.prefill_s)
 
 
 def test_prompts_that_share_nothing_are_sent_where_they_are_computed_first() -> None:
@@ -75,7 +75,7 @@ def test_prompts_that_share_nothing_are_sent_where_they_are_computed_first() -> 
 def test_the_answers_of_a_crowded_batch_outweigh_a_short_prefix() -> None:
     """Else every stream of a popular short prompt would share one replica's steps while the others idle."""
     view = make_view("ab")
-    costs = StepCosts(base_s=0.02, prefill_token_s=0.001, sequence_s=0.001, kv_token_s=0.000001)
+    costs = StepCosts(base_s=0.02, prefill_token_s=0.001, sequence_s=0.0003, kv_token_s=0.000001)
     view.routing.stored("a", [1])
     for number, expected in ((0, "a"), (1, "a"), (3, "b")):
         decoding = replace(IDLE, num_running=number, num_decoding=number, num_decoding_tokens=50 * number)
