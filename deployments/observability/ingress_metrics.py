@@ -13,7 +13,7 @@ from __future__ import annotations
 from functools import cache
 
 from deployments.observability.recorder import Recorder
-from engine.observability.metrics import Metric
+from engine.observability.metrics import TTFT_BUCKETS, Metric
 
 __all__ = [
     "BATCHES",
@@ -38,8 +38,10 @@ __all__ = [
     "ROUTING_DECISIONS",
     "ROUTING_DECISION_SECONDS",
     "ROUTING_FETCHED_TOKENS",
+    "ROUTING_MEASURED_TTFT",
     "ROUTING_PREDICTED_FETCH_TOKENS",
     "ROUTING_PREDICTED_HIT_TOKENS",
+    "ROUTING_PREDICTED_TTFT",
     "STREAM_PAUSES",
     "ingress_recorder",
 ]
@@ -66,6 +68,20 @@ ROUTING_BEST_HIT_TOKENS = Metric(
     "routing_best_hit_tokens",
     "counter",
     "Prompt tokens predicted to be cached on the best replica for each.",
+)
+ROUTING_PREDICTED_TTFT = Metric(
+    "routing_predicted_ttft_seconds",
+    "histogram",
+    "Time that the router expected from the dispatch of a request to its first token: queue, fetch and prefill.",
+    (),
+    TTFT_BUCKETS,
+)
+ROUTING_MEASURED_TTFT = Metric(
+    "routing_measured_ttft_seconds",
+    "histogram",
+    "Time from the dispatch of the same requests to their first tokens, as they reached the ingress.",
+    (),
+    TTFT_BUCKETS,
 )
 ROUTING_PREDICTED_FETCH_TOKENS = Metric(
     "routing_predicted_fetch_tokens",

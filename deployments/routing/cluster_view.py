@@ -17,8 +17,10 @@ from deployments.observability.ingress_metrics import (
     REPLICAS,
     ROUTING_BEST_HIT_TOKENS,
     ROUTING_FETCHED_TOKENS,
+    ROUTING_MEASURED_TTFT,
     ROUTING_PREDICTED_FETCH_TOKENS,
     ROUTING_PREDICTED_HIT_TOKENS,
+    ROUTING_PREDICTED_TTFT,
     ingress_recorder,
 )
 from deployments.routing.cost import PromptBlocks
@@ -219,7 +221,7 @@ class ClusterView:
         block_size = self.routing.block_size
         with self._lock:
             now = dispatch.sent_at = self._clock()
-            self._recently_routed.add(dispatch, decision, block_size)
+            self._recently_routed.add(dispatch, decision, block_size, knows_rates=self._table.knows_rates)
             self._index.expire(now)
             if decision.fetch is not None and decision.fetch.holder is not None and self._table.rates.may_guess(now):
                 self._table.rates.guessed(now)
@@ -239,11 +241,19 @@ class ClusterView:
                 self._table.ended(dispatch)
             if dispatch.num_tokens:
                 self._table.cluster.answered(dispatch.num_tokens)
-                if isinstance(routed := dispatch.routed, RoutedRequest) and routed.source:
-                    came = routed.num_fetched_of(dispatch.num_cached_tokens)
-                    self._recorder.increment(ROUTING_FETCHED_TOKENS, came, source=routed.source_kind)
+                if (routed := self._recently_routed.ended(dispatch)) is not None:
+                    self._record(routed, dispatch.num_cached_tokens)
             if dispatch.replica in self._observed and dispatch.replica not in self._listed:
                 self._update_observed()
+
+    def _record(self, routed: RoutedRequest, num_cached_tokens: int) -> None:
+        """Record what came of the predictions for a request."""
+        if routed.predicted_s is not None and routed.measured_s is not None:
+            self._recorder.observe(ROUTING_PREDICTED_TTFT, routed.predicted_s)
+            self._recorder.observe(ROUTING_MEASURED_TTFT, routed.measured_s)
+        if routed.source:
+            came = routed.num_fetched_of(num_cached_tokens)
+            self._recorder.increment(ROUTING_FETCHED_TOKENS, came, source=routed.source_kind)
 
     def stall_allowance(self, dispatch: Dispatch, stall_timeout_s: float) -> float:
         """Return the seconds until a dispatch without tokens must be checked again; 0: its replica has stalled.

@@ -85,6 +85,11 @@ class PromptCost(NamedTuple):
     decode_s: float  # decode / F
     fetch_s: float = 0.0  # that a fetch takes longer than the queue
 
+    @property
+    def first_token_s(self) -> float:
+        """Seconds until the first token."""
+        return self.queue_s + self.fetch_s + self.prefill_s
+
 
 class ReplicaCost:
     """The numbers of a replica that the cost of any prompt needs, updated when the replica's load changes."""

@@ -40,6 +40,8 @@ class RoutedRequest:
     )
     fetched_tokens: int = 0  # that it fetches
     fetch_s: float = 0.0  # how long that takes; only what exceeds queue_s is a part of the cost
+    predicted_s: float | None = None  # until its first token: queue, fetch and prefill; None: no rate is measured yet
+    measured_s: float | None = None  # until its first token; None: it has not ended, or has none
 
     @property
     def source_kind(self) -> str:
@@ -62,13 +64,14 @@ class RecentlyRouted:
         self._clock = clock
         self._routed: deque[RoutedRequest] = deque(maxlen=LENGTH)
 
-    def add(self, dispatch: Dispatch, decision: Decision, block_size: int) -> None:
+    def add(self, dispatch: Dispatch, decision: Decision, block_size: int, *, knows_rates: bool = True) -> None:
         """Add an entry: a dispatch is sent to its replica.
 
         Args:
             dispatch: refers to its entry afterwards. The entry does not refer to it, so that no prompt is kept here.
             decision: on which the choice of the replica was based.
             block_size: tokens per block.
+            knows_rates: whether a prefill rate of a replica is known; else the costs are no seconds.
         """
         if isinstance(returned := dispatch.routed, RoutedRequest) and returned in self._routed:
             self._routed.remove(returned)
@@ -84,6 +87,7 @@ class RecentlyRouted:
             others_s=round(decision.cost.others_s, 4),
             decode_s=round(decision.cost.decode_s, 4),
             next_s=None if decision.next_cost_s is None else round(decision.next_cost_s, 4),
+            predicted_s=round(decision.cost.first_token_s, 4) if knows_rates else None,
         )
         if (fetch := decision.fetch) is not None:
             routed = replace(
@@ -94,6 +98,19 @@ class RecentlyRouted:
             )
         dispatch.routed = routed
         self._routed.append(routed)
+
+    def ended(self, dispatch: Dispatch) -> RoutedRequest | None:
+        """Add the measured time, if it has a token, to the entry of a dispatch that has ended; return the entry.
+
+        The dispatch refers to the new entry afterwards. None: it has none.
+        """
+        if not isinstance(routed := dispatch.routed, RoutedRequest) or dispatch.first_token is None:
+            return routed if isinstance(routed, RoutedRequest) else None
+        measured_s = round(max(0.0, dispatch.first_token - dispatch.sent_at), 4)
+        dispatch.routed = ended = replace(routed, measured_s=measured_s)
+        if routed in self._routed:
+            self._routed[self._routed.index(routed)] = ended
+        return ended
 
     def requests(self) -> list[RoutedRequest]:
         """Return the last routed requests, the latest last."""

@@ -63,6 +63,7 @@ class ReplicaTable:
         self._pending = self._decoding = self._busy = 0  # sums over the replicas; busy: those with anything pending
         self._fresh_until = inf  # no report expires before then
         self._mean_rate = 1.0  # prefill tokens/s; for replicas that have not measured theirs
+        self._knows_rates = False
         self._mean_costs: StepCosts | None = None  # likewise
         self._next_speeds_update = -inf
 
@@ -119,6 +120,11 @@ class ReplicaTable:
         number = len(self.by_name)
         self.cluster.sample(self._pending / number, self._decoding / number, self._busy / number, now)
 
+    @property
+    def knows_rates(self) -> bool:
+        """Whether the prefill rate of a replica is known; else costs are tokens, which compare as well."""
+        return self._knows_rates
+
     def total_queued(self, now: float) -> tuple[int, int]:
         """Return (waiting requests, queued prefill tokens) of all replicas, unreported dispatches included."""
         loads = [(replica.load, now <= replica.fresh_until) for replica in self.by_name.values()]
@@ -152,6 +158,7 @@ class ReplicaTable:
     def _update_speeds(self) -> None:
         loads = [replica.load for replica in self.by_name.values()]
         rates = [rate for load in loads if (rate := load.prefill_rate) > 0]
+        self._knows_rates = bool(rates)
         self._mean_rate = sum(rates) / len(rates) if rates else 1.0
         costs = [measured for load in loads if (measured := load.step_costs) is not None]
         self._mean_costs = _mean(costs) if costs else None

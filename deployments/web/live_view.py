@@ -26,7 +26,8 @@ ingresses give the same answer.
        "prompt_tokens": 90, "predicted_tokens": 64, "best_tokens": 64,
        "queue_s": 0.1, "prefill_s": 0.02, "others_s": 0.01, "decode_s": 0.03,   the parts of its cost
        "next_s": 0.2,
-       "source": "ghi", "fetched_tokens": 0, "fetch_s": 0.0}]}                  the latest first
+       "source": "ghi", "fetched_tokens": 0, "fetch_s": 0.0,
+       "predicted_s": 0.12, "measured_s": 0.15}]}  until the first token; the latest request first
 
 It knows neither Serve nor HTTP: the caller passes what queries the engines and the ingresses.
 """

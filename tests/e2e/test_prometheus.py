@@ -134,6 +134,20 @@ def test_the_load_was_mixed(scene: Scene) -> None:
         assert sum(value for (sample, _), value in samples.items() if sample == f"pagoda_{name}"), name
 
 
+def test_each_expected_first_token_stands_beside_the_one_that_came(scene: Scene) -> None:
+    """In the metrics, and on the page for each request."""
+    samples = scene.server.metrics()
+    counted = [
+        sum(value for (sample, _), value in samples.items() if sample == f"pagoda_routing_{kind}_ttft_seconds_count")
+        for kind in ("predicted", "measured")
+    ]
+    assert counted[0] == counted[1] > CLIENTS
+    routed = httpx.get(f"{scene.server.url}/live", timeout=HANG_S).json()["routed"]
+    seconds = [(entry["predicted_s"], entry["measured_s"]) for entry in routed if entry["measured_s"] is not None]
+    assert seconds
+    assert all(predicted > 0 and measured > 0 for predicted, measured in seconds)
+
+
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_every_panel_has_data(scene: Scene, prefix: str) -> None:
     chosen = _chosen(scene.prometheus, prefix)

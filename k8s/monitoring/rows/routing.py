@@ -73,6 +73,19 @@ ROUTING = [
         colours={"gaps": ORANGE, "rejected messages": RED, "migrations": PURPLE, "reconnections": YELLOW},
     ),
     Panel(
+        "First tokens: expected, real",
+        "Time from the dispatch of a request to its first token: as the router expected it from queue, fetch and "
+        "prefill, and as it was, of the same answers. Real far above expected: the engines' reports are old, or their "
+        "machines do other work.",
+        "s",
+        [
+            (f"{name} p{share * 100:.0f}", quantile(share, f"routing_{kind}_ttft_seconds", ingress))
+            for name, kind in (("expected", "predicted"), ("real", "measured"))
+            for share in (0.5, 0.9)
+        ],
+        colours={"expected p50": YELLOW, "expected p90": ORANGE, "real p50": GREEN, "real p90": BLUE},
+    ),
+    Panel(
         "Time of a decision",
         "Seconds to rank the replicas for one request.",
         "s",

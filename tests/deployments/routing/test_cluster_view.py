@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 from msgspec.structs import replace
 
 from deployments.observability.ingress_metrics import (
     KV_INDEX_BLOCKS,
     REPLICAS,
     ROUTING_BEST_HIT_TOKENS,
+    ROUTING_MEASURED_TTFT,
     ROUTING_PREDICTED_HIT_TOKENS,
+    ROUTING_PREDICTED_TTFT,
     ingress_recorder,
 )
 from deployments.routing.cluster_view import ClusterView
@@ -53,6 +56,29 @@ def test_the_gauges_count_replicas_by_state_and_indexed_blocks() -> None:
     assert recorded(REPLICAS, "running") == 2
     assert recorded(REPLICAS, "draining") == 1
     assert recorded(KV_INDEX_BLOCKS) == 2
+
+
+def test_the_time_to_a_first_token_is_recorded_as_predicted_and_as_measured() -> None:
+    view = make_view("ab", reports=False)
+    before = recorded(ROUTING_PREDICTED_TTFT), recorded(ROUTING_MEASURED_TTFT)
+    for knows_rates in (False, True):
+        rate = 1_000.0 if knows_rates else 0.0
+        view.now += 1.0
+        for name in "ab":
+            load = replace(IDLE, queued_prefill_tokens=500, prefill_tokens_per_s=rate)
+            view.routing.report(name, load, now=view.now)
+        for first_token in (None, view.now + 0.75):
+            dispatch = dispatch_of([], 100)
+            decision = view.choose(dispatch, "ab")
+            assert decision is not None
+            dispatch.replica = decision.replica
+            view.sent(dispatch, decision)
+            dispatch.first_token, dispatch.num_tokens = first_token, int(first_token is not None)
+            view.ended(dispatch)
+            assert view.recently_routed()[-1].measured_s == (None if first_token is None else 0.75)
+    assert view.recently_routed()[-1].predicted_s == 0.5 + 0.1
+    assert recorded(ROUTING_PREDICTED_TTFT) - before[0] == pytest.approx(0.6)
+    assert recorded(ROUTING_MEASURED_TTFT) - before[1] == pytest.approx(0.75)
 
 
 def test_a_decision_counts_the_hits_of_its_replica_and_the_best_possible_ones() -> None:

@@ -15,7 +15,28 @@ def test_a_request_is_listed_when_it_is_sent() -> None:
     assert routed.requests() == []
     decision = Decision("b", "balanced", 1, 4, PromptCost(0.5, 0.25, 1.0, 0.125), 2.5)
     routed.add(dispatch_of([1, 2, 3, 4], 70, "b"), decision, 16)
-    assert routed.requests() == [RoutedRequest(8.0, "b", "balanced", 70, 16, 64, 0.5, 0.25, 1.0, 0.125, 2.5)]
+    entry = RoutedRequest(8.0, "b", "balanced", 70, 16, 64, 0.5, 0.25, 1.0, 0.125, 2.5, predicted_s=0.75)
+    assert routed.requests() == [entry]
+    routed.add(dispatch_of([], 70, "b"), decision, 16, knows_rates=False)  # what it costs is in tokens
+    assert routed.requests()[-1].predicted_s is None
+
+
+def test_the_entry_of_an_ended_request_has_the_measured_time_of_its_first_token() -> None:
+    routed = RecentlyRouted(clock=lambda: 8.0)
+    lost, dispatch = dispatch_of([], 70, "a"), dispatch_of([], 70, "b")
+    for each in (lost, dispatch):
+        routed.add(each, COLD, 16)
+        each.sent_at = 100.0
+    unchanged = routed.ended(lost)  # without a token
+    assert unchanged is not None
+    assert unchanged.measured_s is None
+    dispatch.first_token = 100.5
+    entry = routed.ended(dispatch)
+    assert entry is not None
+    assert entry.measured_s == 0.5
+    assert routed.requests()[-1] is entry
+    assert routed.requests()[0].measured_s is None
+    assert routed.ended(dispatch_of([], 70, "a")) is None  # it was never sent
 
 
 def test_a_request_is_listed_with_its_source() -> None:

@@ -159,7 +159,7 @@ async def test_the_documented_shape() -> None:
     cluster = Cluster()
     nothing = 0.0, 0.0, 0.0, 0.0, None
     cluster.routed = {
-        "i": [RoutedRequest(5.0, "a", "hit", 90, 64, 64, 0.1, 0.02, 0.01, 0.03, 0.2, "b", 16, 0.05)],
+        "i": [RoutedRequest(5.0, "a", "hit", 90, 64, 64, 0.1, 0.02, 0.01, 0.03, 0.2, "b", 16, 0.05, 0.12, 0.15)],
         "j": [RoutedRequest(6.0, "b", "cold", 30, 0, 0, *nothing), RoutedRequest(4.0, "b", "cold", 31, 0, 0, *nothing)],
     }
     state = json.loads(await cluster.view().body())
@@ -206,6 +206,8 @@ async def test_the_documented_shape() -> None:
         "source": "b",
         "fetched_tokens": 16,
         "fetch_s": 0.05,
+        "predicted_s": 0.12,
+        "measured_s": 0.15,
     }
 
 
