@@ -158,10 +158,14 @@ class ReplicaTable:
     def _update_speeds(self) -> None:
         loads = [replica.load for replica in self.by_name.values()]
         rates = [rate for load in loads if (rate := load.prefill_rate) > 0]
-        self._knows_rates = bool(rates)
-        self._mean_rate = sum(rates) / len(rates) if rates else 1.0
         costs = [measured for load in loads if (measured := load.step_costs) is not None]
         self._mean_costs = _mean(costs) if costs else None
+        # Short prompts show no rate, because the fixed cost of a step makes them look slow. But a token must not seem
+        # to cost a second, or the answers in a batch would cost nothing beside it.
+        if not rates and self._mean_costs is not None and self._mean_costs.prefill_token_s > 0:
+            rates = [1 / self._mean_costs.prefill_token_s]
+        self._knows_rates = bool(rates)
+        self._mean_rate = sum(rates) / len(rates) if rates else 1.0
         for replica in self.by_name.values():
             self._update_cost(replica)
 

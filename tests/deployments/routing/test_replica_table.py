@@ -75,3 +75,19 @@ def test_the_costs_of_the_latest_report_count() -> None:
     for now, base_s in ((0.0, 0.02), (1.0, 0.06)):
         table.report("a", replace(IDLE, step_costs=StepCosts(base_s)), now)
         assert table.by_name["a"].step_s == base_s
+
+
+def test_while_only_short_prompts_were_computed_a_token_costs_what_the_steps_say() -> None:
+    """They show no prefill rate. Once any replica has measured one, it is that of all which have not."""
+    table = ReplicaTable(RoutingOptions())
+    for slot, name in enumerate("ab"):
+        table.add(name, slot)
+    unmeasured = replace(IDLE, prefill_tokens_per_s=0.0, queued_prefill_tokens=10)
+    table.report("a", unmeasured, 0.0)
+    assert (table.knows_rates, table.by_name["a"].seconds_per_token) == (False, 1.0)
+    table.report("a", replace(unmeasured, step_costs=StepCosts(0.02, 0.005)), 1.0)
+    assert table.knows_rates
+    assert [table.by_name[name].seconds_per_token for name in "ab"] == [0.005, 0.005]
+    assert table.by_name["a"].queue_s == pytest.approx(0.05)
+    table.report("b", replace(IDLE, prefill_tokens_per_s=1_000.0), 2.0)
+    assert [table.by_name[name].seconds_per_token for name in "ab"] == [0.001, 0.001]
