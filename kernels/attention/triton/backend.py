@@ -210,6 +210,7 @@ def _launch_decodes(output: torch.Tensor, inputs: AttentionInputs, layer: LayerS
         ROWS=layer.decode_rows,
         num_warps=_DECODE_WARPS,
         num_stages=_DECODE_STAGES,
+        maxnreg=layer.decode_registers,
         enable_fp_fusion=True,
         ptx_options=_MANY_REGISTERS if layer.element_size == 4 or layer.rope_dim else None,
     )

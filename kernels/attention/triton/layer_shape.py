@@ -77,6 +77,14 @@ class LayerShape:
         return 4 if self.keys_per_tile * self.key_bytes <= 8192 else 2
 
     @cached_property
+    def decode_registers(self) -> int | None:
+        """Registers of a thread of decodes, at most; None: ptxas chooses.
+
+        With keys in FP8 and Triton 3.6 it would choose 154, with which three of four programs run at a time.
+        """
+        return 128 if self.is_fp8 and self.element_size == 2 and self.decode_programs == 4 else None
+
+    @cached_property
     def max_splits(self) -> int:
         """Splits of a long context, a power of two: few KV heads, or latents, need more of them to fill a GPU."""
         fewest, most = _MAX_SPLITS
