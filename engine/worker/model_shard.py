@@ -174,6 +174,7 @@ class ModelShard:
             device=self.device,
             max_model_len=self.max_model_len,
             block_size=self.block_size,
+            kv_cache_dtype=self.kv_cache_dtype,
         )
 
     def load(self, parallel: TensorParallel) -> None:

@@ -14,7 +14,7 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.kv.kv_cache import CachedLayers, KVCache
-from engine.kv.layer_cache import LayerCache, PrefixMark, State, joined, without_windows
+from engine.kv.layer_cache import CacheDtype, LayerCache, PrefixMark, State, in_dtype, joined, without_windows
 from engine.models.config.files.hf_config import load_hf_config
 from engine.models.config.files.vocabulary import require_same_vocabulary
 from engine.models.config.model_config import ModelConfig
@@ -47,6 +47,7 @@ class DraftDecoder:
         device: on which it is computed.
         max_model_len: of the large model.
         block_size: tokens of a block.
+        kv_cache_dtype: of the large model's keys and values, in which this one's are kept too: they share blocks.
 
     Attributes:
         max_len: tokens of the longest sequence that it drafts for.
@@ -68,9 +69,11 @@ class DraftDecoder:
         device: torch.device,
         max_model_len: int,
         block_size: int,
+        kv_cache_dtype: CacheDtype = "auto",
     ) -> None:
         assert options.model is not None
         self._path, self._quantization = options.model, options.quantization
+        self._kv_cache_dtype: CacheDtype = kv_cache_dtype
         self.dtype, self._device, self._show_progress = dtype, device, config.use_tqdm_on_load
         self.hf_config = load_hf_config(self._path)
         self.shape = ModelConfig.from_hf(self.hf_config)
@@ -96,6 +99,12 @@ class DraftDecoder:
             )
         if not config.skip_tokenizer_init:
             require_same_vocabulary(config.model, self._path)
+        if self._kv_cache_dtype == "fp8" and self.shape.latent is not None:
+            raise _refused(
+                self._path,
+                f"caches latents, and kv_cache_dtype={config.kv_cache_dtype} is for keys and values",
+                "leave kv_cache_dtype out, or give another draft model",
+            )
         if any(isinstance(layer, State) for layer in self.shape.layer_caches):
             raise _refused(
                 self._path,
@@ -104,8 +113,9 @@ class DraftDecoder:
             )
 
     def _select_backend(self, config: EngineConfig, block_size: int) -> AttentionBackend:
+        wanted = self.shape.attention_options | ({"fp8"} if self._kv_cache_dtype == "fp8" else set())
         try:
-            backend = select_backend(self._device, self.dtype, config.attention_backend, self.shape.attention_options)
+            backend = select_backend(self._device, self.dtype, config.attention_backend, wanted)
             backend.check_block_size(block_size)
         except ValueError as error:
             raise _refused(self._path, str(error), "give another draft model") from error
@@ -127,6 +137,7 @@ class DraftDecoder:
             parallel=TensorParallel(),
             quantization=self._quantization,
             use_cpu_kernels=self.backend.uses_cpu_kernels,
+            has_fp8_cache=self._kv_cache_dtype == "fp8",
             show_progress=self._show_progress,
         )
         size = self.model.num_bytes / 2**20
@@ -139,7 +150,8 @@ class DraftDecoder:
         than this one computes. On a GPU the marks are a table on the host.
         """
         marks = (PrefixMark(self.dtype.itemsize),) if self._device.type == "cpu" else ()
-        return (*joined(layers, without_windows(self.shape.layer_caches)), *marks)
+        own = in_dtype(without_windows(self.shape.layer_caches), self._kv_cache_dtype)
+        return (*joined(layers, own), *marks)
 
     def part_of(self, cache: KVCache) -> CachedLayers:
         """Return this model's part of a cache of both models."""

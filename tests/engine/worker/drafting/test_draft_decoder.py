@@ -11,12 +11,14 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.kv.layer_cache import CacheDtype
 from engine.models.config.files.hf_config import load_hf_config
 from engine.models.config.model_config import ModelConfig
 from engine.sampling_params import SamplingParams
 from engine.worker.drafting.draft_decoder import DraftDecoder
 from tests.engine.checkpoints import build_model, save_checkpoint
 from tests.engine.conftest import SavedModel
+from tests.engine.models.decoder.latent.latent_families import save_latent_model
 from tests.engine.models.decoder.recurrent.recurrent_families import save_recurrent_model
 from tests.engine.oracle import make_llm, run
 
@@ -58,17 +60,31 @@ def test_recurrent_layers_are_refused(qwen3: SavedModel, tmp_path: Path) -> None
     assert "has recurrent layers" in refusal(target, path)
 
 
-def test_a_quantization_that_the_device_lacks_is_refused(qwen3: SavedModel) -> None:
+def refused_on_a_gpu(path: str, kv_cache_dtype: CacheDtype = "auto", **options: Any) -> str:
+    """Return why a model cannot draft for itself on a GPU."""
     config = EngineConfig(
-        model=qwen3.path, speculative_config=speculation(qwen3.path, quantization="int8"), skip_tokenizer_init=True
+        model=path,
+        speculative_config=speculation(path, **options),
+        skip_tokenizer_init=True,
+        kv_cache_dtype=kv_cache_dtype,
     )
     assert config.speculation is not None
-    target = ModelConfig.from_hf(load_hf_config(qwen3.path))
+    target = ModelConfig.from_hf(load_hf_config(path))
     sizes: dict[str, Any] = {"dtype": torch.bfloat16, "max_model_len": 64, "block_size": 16}
-    with pytest.raises(
-        ConfigError, match=r"speculative_config.quantization='int8' runs on cpu, and the device is cuda"
-    ):
-        DraftDecoder(config, config.speculation, target, device=torch.device("cuda:0"), **sizes)
+    device = torch.device("cuda:0")
+    with pytest.raises(ConfigError) as refused:
+        DraftDecoder(config, config.speculation, target, device=device, kv_cache_dtype=kv_cache_dtype, **sizes)
+    return str(refused.value)
+
+
+def test_a_quantization_that_the_device_lacks_is_refused(qwen3: SavedModel) -> None:
+    message = refused_on_a_gpu(qwen3.path, quantization="int8")
+    assert "speculative_config.quantization='int8' runs on cpu, and the device is cuda:0; leave it out" in message
+
+
+def test_latents_are_refused_beside_a_cache_in_fp8(tmp_path: Path) -> None:
+    message = refused_on_a_gpu(save_latent_model("deepseek-v2", tmp_path)[1], kv_cache_dtype="fp8")
+    assert "caches latents, and kv_cache_dtype=fp8 is for keys and values" in message
 
 
 @pytest.mark.parametrize(
