@@ -50,7 +50,7 @@ class _Tile:
 # By the bytes of an activation: for few rows, and for any number. Measured on an H200. With float32 ptxas spills a few
 # registers, so as to run more programs at a time, unless it is told how many a thread may have.
 _TILES = {
-    2: (_Tile(16, 64, 4, 3, num_programs=1024), _Tile(64, 64, 4, 4, num_programs=256)),
+    2: (_Tile(16, 32, 2, 3, num_programs=1024), _Tile(64, 64, 4, 4, num_programs=256)),
     4: (_Tile(16, 64, 8, 2, num_programs=256, max_registers=200),) * 2,
 }
 _MOST_PARTS = 8  # of a sum
