@@ -109,6 +109,7 @@ def decode_outputs(weight: torch.Tensor, section: CodedSection, first_output: in
         **coded_constants(layout, weight.dtype),
         BLOCK_OUTPUTS=block_outputs,
         num_warps=8,
+        maxnreg=255,  # else ptxas may spill registers, so as to run more programs at a time
         enable_fp_fusion=True,
     )
 

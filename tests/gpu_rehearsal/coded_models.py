@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.engine.models.checkpoint.formats import test_bitsandbytes as of_bitsandbytes
 from tests.engine.models.checkpoint.formats import test_fp4 as of_fp4
 from tests.engine.models.checkpoint.formats import test_fp8 as of_fp8
 from tests.engine.models.checkpoint.formats import test_gptq_awq as of_gptq_awq
@@ -25,12 +24,26 @@ SAVE: dict[str, Callable[[Path], Path]] = {
     "nvfp4": lambda path: of_fp4.save("modelopt", path, **SIZES).path,
     "mlx": lambda path: of_mlx.save(4, path, **SIZES).path,
     "qwen3-moe": lambda path: of_gptq_awq.save("gptq", path, family="qwen3_moe", **SIZES).path,
+    "mixed-moe": lambda path: save_mixed_experts(path),
     "fp8-moe": lambda path: of_fp8.save("block", path, "qwen3_moe", **SIZES).path,
-    "nvfp4-moe": lambda path: of_fp4.save("modelopt", path, family="qwen3_moe", **SIZES).path,
+    "nvfp4-moe": lambda path: of_fp4.save("modelopt", path, family="qwen3_moe", moe_intermediate_size=64, **SIZES).path,
     "mlx-moe": lambda path: of_mlx.save(4, path, "qwen3_moe", moe_intermediate_size=64, **SIZES).path,
-    "nf4-moe": lambda path: of_bitsandbytes.save("nf4", path, "qwen3_moe", **SIZES).path,
+    "mxfp4-moe": lambda path: of_fp4.save("mxfp4", path, family="qwen3_moe", moe_intermediate_size=64, **SIZES).path,
     "gptq-head": lambda path: save_with_head(path),
 }
+
+
+def save_mixed_experts(path: Path) -> Path:
+    """Save a model whose first expert's ups have more bits than its gates, and than the other experts'."""
+    ups = [f"model.layers.{layer}.mlp.experts.0.up_proj" for layer in range(3)]
+    config = of_gptq_awq.AUTO_ROUND | {"packing_format": "auto_round:auto_gptq"}
+    config |= {"extra_config": {name: {"bits": 8} for name in ups}}
+    return save_quantised(
+        tiny_model("qwen3_moe", **SIZES),
+        path,
+        lambda name, weight: of_gptq_awq.gptq(weight, 8 if name in ups else 4, "no g_idx"),
+        {"quantization_config": config},
+    ).path
 
 
 def save_with_head(path: Path) -> Path:

@@ -111,6 +111,16 @@ def test_experts_that_stay_codes_answer_like_dequantised_ones(case: tuple[str, A
     assert "grouped_linear_kernel" not in gpu.launches.counts
 
 
+@pytest.mark.parametrize("case", ["mixed-moe"], indirect=True)
+def test_experts_in_several_formats_are_dequantised(
+    case: tuple[str, Any], gpu: Rehearsal, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    check_steps(gpu, *case, EAGER)
+    assert "are dequantised to float32, because gates and ups are in different formats" in caplog.text
+    assert {"grouped_linear_kernel", "grouped_coded_linear_kernel"} <= set(gpu.launches.counts)
+
+
 def test_no_number_of_tokens_compiles_a_kernel_of_experts(models: Models, gpu: Rehearsal) -> None:
     options = {"max_num_batched_tokens": 600, "max_num_seqs": 40, "enforce_eager": True}
     llm = start(gpu, models.path("qwen3-moe"), dtype="bfloat16", **options)

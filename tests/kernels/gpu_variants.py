@@ -216,7 +216,7 @@ VARIANTS = {
         {
             "format": tuple(name for name, form in FORMATS.items() if not form.has_input_order),
             "dtype": DTYPES,
-            "shape": ((512, 256), (384, 96), (100, 36)),
+            "shape": ((512, 256), (384, 96), (160, 48)),
             "option": ("gated", "no gate", "scaled inputs"),
         },
     ),
