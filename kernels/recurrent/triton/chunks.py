@@ -171,25 +171,17 @@ def chunk_decays(decay, CHUNK: tl.constexpr, SUM_DTYPE: tl.constexpr):
 def inverse(lower, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
     """Return the inverse of I + ``lower``, float32 [CHUNK, CHUNK]; ``lower`` is zero on and above the diagonal.
 
-    Blocks on the diagonal are inverted row by row, all at the same time; then a row of blocks follows from those above
-    it by products. That is forward substitution, whose intermediate results are as small as the inverse; a product of
-    powers of ``lower`` would take fewer steps, but the powers are huge where keys are alike.
+    The inverses D of the blocks of 1, 2, 4, ... rows on the diagonal are merged in pairs, all at the same time: with L
+    between the two blocks of each pair, the next ones are D - D L D. That is forward substitution by blocks, whose
+    intermediate results are as small as the inverse; a product of powers of ``lower`` would take fewer steps, but the
+    powers are huge where keys are alike.
     """
-    BLOCKS: tl.constexpr = CHUNK // _TILE  # noqa: N806 - a compile-time constant
-    same = on_diagonal(CHUNK)
-    tiles = tl.sum(tl.where(same, tl.reshape(lower, [BLOCKS, _TILE, BLOCKS, _TILE]), 0.0), axis=2)
-    index = tl.arange(0, _TILE)
-    inverses = tl.where(index[None, :, None] == index[None, None, :], 1.0, tl.zeros([BLOCKS, _TILE, _TILE], tl.float32))
-    for row in range(1, _TILE):
-        is_row = index[None, :, None] == row
-        weights = tl.sum(tl.where(is_row, tiles, 0.0), axis=1)  # of the rows above
-        inverses -= tl.where(is_row, tl.sum(weights[:, :, None] * inverses, axis=1)[:, None, :], 0.0)
-    diagonal = tl.reshape(tl.where(same, inverses[:, :, None, :], 0.0), [CHUNK, CHUNK])
-    in_block = tl.arange(0, CHUNK) // _TILE
-    below = tl.where(in_block[:, None] > in_block[None, :], lower, 0.0)
+    row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     none = tl.zeros([CHUNK, CHUNK], tl.float32)
-    carried = product(diagonal, below, none, tl.float32, PRECISION)
-    result = diagonal  # right in the first row of blocks, and in one more after each product
-    for _ in tl.static_range(BLOCKS - 1):
-        result = diagonal - product(carried, result, none, tl.float32, PRECISION)
-    return result
+    inverses = tl.where(row == column, 1.0, tl.where(row // 2 == column // 2, -lower, 0.0))
+    for level in tl.static_range(1, 7):
+        if 2 << level <= CHUNK:
+            is_between = (row >> level + 1 == column >> level + 1) & (row >> level > column >> level)
+            carried = product(tl.where(is_between, lower, 0.0), inverses, none, tl.float32, PRECISION)
+            inverses -= product(inverses, carried, none, tl.float32, PRECISION)
+    return inverses

@@ -6,7 +6,7 @@ Every launch parameter follows from shapes; which sequences of a step are comput
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import triton
@@ -52,16 +52,18 @@ class Tuning:
     chunk_warps: int = 4
 
     @classmethod
-    def of(cls, key_dim: int, dtype: torch.dtype, *, has_row_decays: bool = False) -> Tuning:
-        """Return sizes for keys of ``key_dim`` elements, with which the kernels spill no registers."""
-        is_large = _padded(key_dim) > 128 or dtype == torch.float32
-        chunk = 32 if is_large or not _has_warp_group_products() else 64
-        return cls(chunk=chunk, chunk_warps=8 if has_row_decays else 4)
+    def of(cls, kind: Literal["delta_rule", "row_decays", "scan"], key_dim: int, dtype: torch.dtype) -> Tuning:
+        """Return sizes for keys of ``key_dim`` elements, with which the kernels spill no registers.
 
-
-def _has_warp_group_products() -> bool:
-    """Return whether tensor cores read their operands from shared memory, as they do from Hopper on."""
-    return bool(knobs.runtime.interpret) or triton.runtime.driver.active.get_current_target().arch >= 90
+        Those of Hopper were the fastest on an H200.
+        """
+        capability = 90 if knobs.runtime.interpret else triton.runtime.driver.active.get_current_target().arch
+        chunk_warps = 8 if kind == "row_decays" else 4
+        if _padded(key_dim) > 128 or dtype == torch.float32 or capability < 90:
+            return cls(chunk=32, chunk_warps=chunk_warps)
+        if capability >= 100 or kind == "row_decays":
+            return cls(chunk_warps=chunk_warps)
+        return cls(num_warps=4) if kind == "delta_rule" else cls(num_stages=3)
 
 
 def delta_rule_of_prompts(
@@ -77,7 +79,7 @@ def delta_rule_of_prompts(
 ) -> None:
     """Compute ``RecurrentOps.gated_delta_rule`` for the sequences of more than MAX_SHORT tokens."""
     (num_tokens, num_key_heads, key_dim), (_, num_heads, _) = key.shape, value.shape
-    tuning = tuning or Tuning.of(key_dim, value.dtype)
+    tuning = tuning or Tuning.of("delta_rule", key_dim, value.dtype)
     solutions, scores = value.new_empty((2, num_tokens, num_heads, tuning.chunk)).unbind()
     scales = decay.new_empty((num_tokens, num_heads, 3))
     num_programs, num_chunks = _chunks(metadata, num_tokens, tuning)
@@ -114,7 +116,7 @@ def row_decays_of_prompts(
 ) -> None:
     """Compute the same for decays of each row of a state, [num_tokens, num_heads, key_dim]."""
     (num_tokens, num_key_heads, key_dim), (_, num_heads, _) = key.shape, value.shape
-    tuning = tuning or Tuning.of(key_dim, value.dtype, has_row_decays=True)
+    tuning = tuning or Tuning.of("row_decays", key_dim, value.dtype)
     solutions, scores = value.new_empty((2, num_tokens, num_heads, tuning.chunk)).unbind()
     scaled_query, *scaled_keys = value.new_empty((3, num_tokens, num_heads, key_dim)).unbind()
     num_programs, num_chunks = _chunks(metadata, num_tokens, tuning)
@@ -152,7 +154,7 @@ def scan_of_prompts(
 ) -> None:
     """Compute ``RecurrentOps.selective_scan`` for the sequences of more than MAX_SHORT tokens."""
     (num_tokens, num_heads, _), (_, num_groups, state_size) = inputs.shape, keys.shape
-    tuning = tuning or Tuning.of(state_size, inputs.dtype)
+    tuning = tuning or Tuning.of("scan", state_size, inputs.dtype)
     scores = inputs.new_empty((num_tokens, num_heads, tuning.chunk))
     scales = steps.new_empty((num_tokens, num_heads, 2))
     num_programs, num_chunks = _chunks(metadata, num_tokens, tuning)
@@ -220,9 +222,9 @@ def token_stride(heads: torch.Tensor) -> int:
 
 
 def _chunks(metadata: RecurrentMetadata, num_tokens: int, tuning: Tuning) -> tuple[int, int]:
-    """Return the number of programs that find all chunks, and a number that exceeds the index of each."""
+    """Return the number of programs that find all chunks, and one that exceeds the index of each by two at least."""
     num_chunks = num_tokens // tuning.chunk + metadata.num_seqs + metadata.save_tokens.shape[0]
-    return num_chunks - metadata.num_decodes // tuning.chunk - metadata.num_decodes, num_chunks
+    return num_chunks - metadata.num_decodes // tuning.chunk - metadata.num_decodes, num_chunks + 1
 
 
 def _chunked_batch(metadata: RecurrentMetadata) -> tuple[torch.Tensor | int, ...]:

@@ -68,6 +68,7 @@ def carry_states_kernel(
     first, end = tl.load(cu_seqlens + sequence), tl.load(cu_seqlens + sequence + 1)
     if (slot >= 0) & (end - first > max_short):
         NUM_SCALES: tl.constexpr = 2 if solutions is None else 3  # noqa: N806 - a compile-time constant
+        KEPT: tl.constexpr = KEY_DIM if scales is None else 1  # noqa: N806
         token, row = tl.arange(0, CHUNK), tl.arange(0, BLOCK_KEY)
         column = tl.program_id(0) * BLOCK_VALUE + tl.arange(0, BLOCK_VALUE)
         row_mask, column_mask = row < KEY_DIM, column < VALUE_DIM
@@ -87,26 +88,28 @@ def carry_states_kernel(
         segment = first
         while segment < end:
             stop = segment_end(save_tokens, num_saves, save, end)
-            index = chunk_index(segment, sequence, save, CHUNK)
+            kept_at = (chunk_index(segment, sequence, save, CHUNK) * NUM_HEADS + head) * KEPT
+            if scales is None:
+                factor = tl.load(kept + kept_at + row, mask=row_mask, other=0.0)
+            else:
+                factor = tl.load(kept + kept_at)
             for start in range(segment, stop, CHUNK):
                 is_token = token < stop - start
                 key_mask, value_mask = is_token[:, None] & row_mask[None, :], is_token[:, None] & column_mask[None, :]
-                chunk_kept = kept + ((index + (start - segment) // CHUNK) * NUM_HEADS + head)
+                # Loaded one chunk ahead, as the compiler does with what is multiplied; after the last, it is not used.
+                kept_at += NUM_HEADS * KEPT
+                if scales is None:
+                    next_factor = tl.load(kept + kept_at + row, mask=row_mask, other=0.0)
+                else:
+                    next_factor = tl.load(kept + kept_at)
                 change = load_rows(value, start, value_stride, token[:, None] * value_stride + value_at, value_mask)
                 k = load_rows(key, start, key_stride, token[:, None] * key_stride + key_at, key_mask)
                 q = load_rows(query, start, query_stride, token[:, None] * query_stride + key_at, key_mask)
                 p = load_rows(scores, start, NUM_HEADS * CHUNK, square_at, is_token[:, None])
                 before = rounded(past, DTYPE)
-                if scales is None:
-                    past *= tl.load(
-                        kept + (index + (start - segment) // CHUNK) * (NUM_HEADS * KEY_DIM) + head * KEY_DIM + row,
-                        mask=row_mask,
-                        other=0.0,
-                    )[:, None]
-                else:
+                if scales is not None:
                     read_scale = load_rows(scales, start, NUM_HEADS * NUM_SCALES, scale_at, is_token)
                     write_scale = load_rows(scales, start, NUM_HEADS * NUM_SCALES, scale_at + 1, is_token)
-                    past *= tl.load(chunk_kept)
                 if solutions is not None:
                     t = load_rows(solutions, start, NUM_HEADS * CHUNK, square_at, is_token[:, None])
                     reader = k
@@ -120,11 +123,12 @@ def carry_states_kernel(
                     change = product(t, change - recalled, none, DTYPE, PRECISION)
                 read = product(q, before, none, DTYPE, PRECISION)
                 if scales is None:
-                    past = product(tl.trans(k), change, past, DTYPE, PRECISION)
+                    past = product(tl.trans(k), change, past * factor[:, None], DTYPE, PRECISION)
                 else:
-                    past = product(tl.trans(k), change * write_scale[:, None], past, DTYPE, PRECISION)
+                    past = product(tl.trans(k), change * write_scale[:, None], past * factor, DTYPE, PRECISION)
                     read *= read_scale[:, None]
                 read = product(p, change, read, DTYPE, PRECISION)
+                factor = next_factor
                 to = output + tl.cast(start, tl.int64) * (NUM_HEADS * VALUE_DIM)
                 at = token[:, None] * (NUM_HEADS * VALUE_DIM) + value_at
                 tl.store(to + at, read.to(output.dtype.element_ty), mask=value_mask)

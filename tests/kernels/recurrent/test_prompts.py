@@ -101,7 +101,7 @@ def test_a_step_of_decodes_and_prompts(operation: Operation, dtype: torch.dtype)
 @pytest.mark.parametrize("chunk", [64, 16, 128])
 @every_operation
 def test_chunks_of_other_sizes(operation: Operation, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Tuning, "of", lambda *_, **__: Tuning(chunk=chunk, block=16))
+    monkeypatch.setattr(Tuning, "of", lambda *_: Tuning(chunk=chunk, block=16))
     assert max(_step_errors(operation, [_Prompt(150, False, (80,))])) <= TOLERANCES[torch.float32]
 
 
