@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engine.errors import ConfigError
 from tests.engine.checkpoints import build_model, save_checkpoint
@@ -91,10 +92,13 @@ def adapted(tmp_path: Path) -> str:
 
 
 def test_transformers_modules_answer_as_our_own_decoder(adapted: str, gpu: Rehearsal) -> None:
+    overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
+    torch.__future__.set_overwrite_module_params_on_conversion(True)  # as in test_adapter.py
     by_implementation = [
         answers(generate(gpu.start(adapted, **FP8, model_impl=name, skip_tokenizer_init=True), SCENARIO))
         for name in ("pagoda", "transformers")
     ]
+    torch.__future__.set_overwrite_module_params_on_conversion(overwrites)
     gpu.machine.check()
     assert by_implementation[0] == by_implementation[1]
 

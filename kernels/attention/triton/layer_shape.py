@@ -96,8 +96,9 @@ class LayerShape:
         needs_fewest = self.group_size == 2 or self.group_size & (self.group_size - 1) > 0
         if self.dim_padded > 256 and (needs_fewest if self.rope_dim else self.element_size == 4):
             return self.decode_rows  # with more, ptxas spills registers for sm_100
-        # Products of float32, without tensor cores, need the most registers, and so do long latents.
-        needs_most = self.element_size == 4 or (self.rope_dim > 0 and self.dim_padded > 256)
+        # Products of float32, without tensor cores, need the most registers, and so do long latents, and long heads in
+        # FP8.
+        needs_most = self.element_size == 4 or ((self.rope_dim > 0 or self.is_fp8) and self.dim_padded > 256)
         largest = 32 if needs_most else _MAX_ROWS if self.dim_padded <= 128 else 64
         return max(self.decode_rows, largest)
 
