@@ -59,13 +59,10 @@ FIGURES: tuple[Part, ...] = (
     _part("attention_speed",  "attention_speed:run",            26,  90, "limits"),
     _part("checkpoint_moe",   "checkpoint:run",                  9,  60, model="moe"),
     _part("decode_moe",       "decode:run",                     20,  80, "limits checkpoint_moe", model="moe"),
-    _part("checkpoint_moe_int4", "checkpoint:run",              12,  60, model="moe", weights="int4"),
-    _part("decode_moe_int4",  "decode:run",                     25, 100, **_quantised("int4", "moe")),
-    _part("prefill_moe_int4", "prefill:run",                    25, 100, **_quantised("int4", "moe")),
     _part("options_0.6b",     "options:run",                    48, 100, "checkpoint_0.6b", model="0.6b"),
     _part("step_time_moe",    "step_time:run",                  20,  80, "checkpoint_moe", model="moe"),
 )  # fmt: skip
-FORMATS: tuple[Part, ...] = (  # of the weights, or of keys and values
+FORMATS: tuple[Part, ...] = (  # of the weights, or of keys and values; and drafts
     _part("decode_8b_fp8kv",  "decode:run",                     25, 100, "limits checkpoint_8b", model="8b",
           kv_cache_dtype="fp8"),
     _part("checkpoint_8b_int4", "checkpoint:run",               12,  60, model="8b", weights="int4"),
@@ -75,10 +72,13 @@ FORMATS: tuple[Part, ...] = (  # of the weights, or of keys and values
     _part("decode_8b_fp8",    "decode:run",                     25, 100, **_quantised("fp8")),
     _part("prefill_8b_fp8kv", "prefill:run",                    25,  80, "limits checkpoint_8b", model="8b",
           kv_cache_dtype="fp8"),
-)  # fmt: skip
-TUNING: tuple[Part, ...] = (
+    _part("checkpoint_moe_int4", "checkpoint:run",              12,  60, model="moe", weights="int4"),
+    _part("decode_moe_int4",  "decode:run",                     25, 100, **_quantised("int4", "moe")),
+    _part("prefill_moe_int4", "prefill:run",                    25, 100, **_quantised("int4", "moe")),
     _part("speculation_8b",   "speculation:run",                60, 120, "checkpoint_0.6b checkpoint_8b",
           model="8b", draft="0.6b"),
+)  # fmt: skip
+TUNING: tuple[Part, ...] = (
     _part("tune_prefill",     "tune:attention_of",              40, 120, kind="prefill"),
     _part("tune_decode",      "tune:attention_of",              80, 150, kind="decode"),
     _part("tune_prefill_fp8kv", "tune:attention_of",            40, 120, kind="prefill", is_fp8=True),
