@@ -17,6 +17,7 @@ __all__ = [
     "CAttentionCall",
     "CCodeFormat",
     "CCodedPanels",
+    "CCodesByInputs",
     "CConvCall",
     "CDeltaRuleCall",
     "CExperts",
@@ -171,6 +172,16 @@ class CGroupedCodes(ctypes.Structure):
     )
 
 
+class CCodesByInputs(ctypes.Structure):
+    """``pagoda_codes_by_inputs``."""
+
+    _fields_ = (
+        *_fields(_POINTER, "output", "words", "scales", "zeros"),
+        *_fields(_INT64, "num_rows", "columns", "num_groups", "group_size", "stride"),
+        *_fields(_INT32, "is_awq"),
+    )
+
+
 class CIndexer(ctypes.Structure):
     """``pagoda_indexer``."""
 
@@ -247,6 +258,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pagoda_attention": (None, (_CALL,)),
     "pagoda_causal_conv": (None, (ctypes.POINTER(CConvCall),)),
     "pagoda_compute_experts": (None, (_EXPERTS, _POINTER, _POINTER, _INT32, _POINTER, _FLOAT, _FLOAT, _INT32)),
+    "pagoda_decode_by_inputs": (_INT32, (ctypes.POINTER(CCodesByInputs),)),
     "pagoda_decode_turned": (
         _INT32,
         (_POINTER, _INT64, _POINTER, _POINTER, _INT64, _INT64, _POINTER, _POINTER),

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from kernels.cpu.bindings import CGroupedCodes, address
+from kernels.cpu.bindings import CCodesByInputs, CGroupedCodes, address
 from kernels.cpu.library import library
 
-__all__ = ["can_write", "decode_gguf", "decode_groups", "decode_turned", "transpose", "turn_words", "unpack_fields"]
+__all__ = [
+    "can_write",
+    "decode_by_inputs",
+    "decode_gguf",
+    "decode_groups",
+    "decode_turned",
+    "transpose",
+    "turn_words",
+    "unpack_fields",
+]
 
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -79,6 +88,46 @@ def decode_groups(
         )
     )
     return True
+
+
+def decode_by_inputs(
+    out: torch.Tensor,
+    words: torch.Tensor,
+    columns: slice,
+    scales: torch.Tensor,
+    zeros: torch.Tensor,
+    group_size: int,
+    *,
+    is_awq: bool = False,
+) -> bool:
+    """Write (code - zero) * scale of 4-bit codes to ``out`` in one pass, with the bits of torch's operators.
+
+    Args:
+        out: [num_rows, num_inputs].
+        words: int32, contiguous: GPTQ's [num_inputs / 8, all columns], or AWQ's [num_inputs, all columns].
+        columns: the ``num_rows`` columns of GPTQ, or ``num_rows / 8`` of AWQ, that become rows.
+        scales: float32 [num_rows, num_groups].
+        zeros: the zero points, as the scales.
+        group_size: neighbouring inputs with one scale.
+        is_awq: the words hold 8 outputs in AWQ's order, else 8 inputs.
+
+    Returns:
+        False, and writes nothing, if the kernel does not do it: ``out`` is not in bfloat16, rows are not a multiple of
+        16 (of AWQ's 128), or inputs or those of a group not one of 32; see ``decode_groups``.
+    """
+    (num_rows, num_inputs), own = out.shape, words[:, columns]
+    fits = own.shape == ((num_inputs, num_rows // 8) if is_awq else (num_inputs // 8, num_rows))
+    fits = fits and scales.shape == zeros.shape and len(scales) == num_rows
+    is_here = words.device.type == "cpu" and words.is_contiguous() and _is_plain(scales) and _is_plain(zeros)
+    if not fits or not is_here or out.dtype != torch.bfloat16 or not can_write(out) or (loaded := library()) is None:
+        return False
+    addresses = out.data_ptr(), own.data_ptr(), scales.data_ptr(), zeros.data_ptr()
+    call = CCodesByInputs(*addresses, num_rows, num_inputs, scales.shape[1], group_size, words.shape[1], is_awq)
+    return bool(loaded.pagoda_decode_by_inputs(call))
+
+
+def _is_plain(part: torch.Tensor) -> bool:
+    return part.dtype == torch.float32 and part.is_contiguous() and part.device.type == "cpu"
 
 
 def decode_gguf(out: torch.Tensor, blocks: torch.Tensor, type_number: int) -> bool:

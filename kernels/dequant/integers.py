@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from kernels.cpu.grouped_codes import decode_groups, turn_words
+from kernels.cpu.grouped_codes import decode_by_inputs, decode_groups, turn_words
 from kernels.dequant.bit_fields import fields
 from kernels.dequant.fp4 import unpack_pairs
 from kernels.dequant.scales import scale_blocks
@@ -17,6 +17,7 @@ __all__ = [
     "dequantise_affine",
     "dequantise_affine_packed",
     "dequantise_awq",
+    "dequantise_gptq",
     "dequantise_groups",
     "dequantise_ordered",
     "dequantise_packed",
@@ -163,6 +164,35 @@ def dequantise_ordered(
     return (codes.float() - zero).mul_(scales.float()[:, group_of])
 
 
+def dequantise_gptq(
+    words: torch.Tensor,
+    columns: slice,
+    bits: int,
+    num_inputs: int,
+    scales: torch.Tensor,
+    zeros: torch.Tensor,
+    group_size: int,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return what ``dequantise_groups`` does for GPTQ's codes, float32 [num_columns, num_inputs], or ``out``.
+
+    Args:
+        words: int32 [ceil(num_inputs * bits / 32), all columns], contiguous; each column as ``unpack_bits`` has a row.
+        columns: some of them.
+        bits: from 1 to 8.
+        num_inputs: codes of a column.
+        scales: of the result's rows, [num_columns, ceil(num_inputs / group_size)].
+        zeros: the zero points, as the scales.
+        group_size: neighbouring columns of the result with one scale.
+        out: of the result's shape, of any dtype.
+    """
+    if out is not None and bits == 4 and decode_by_inputs(out, words, columns, scales, zeros, group_size):
+        return out
+    turned = turn_words_to_rows(words, columns)
+    return dequantise_packed(turned, bits, num_inputs, scales, zeros, group_size, out=out)
+
+
 def turn_words_to_rows(words: torch.Tensor, columns: slice) -> torch.Tensor:
     """Return some columns of a matrix as rows, contiguous int32 [num_columns, num_rows]; ``words`` is contiguous."""
     turned = turn_words(words, columns)
@@ -188,6 +218,8 @@ def dequantise_awq(
         group_size: neighbouring columns of the result with one scale.
         out: of the result's shape, of any dtype.
     """
+    if out is not None and decode_by_inputs(out, words, columns, scales, zeros, group_size, is_awq=True):
+        return out
     turned = turn_words(words, columns, is_awq=True)
     if turned is None:
         return dequantise_groups(unpack_awq(words[:, columns]), scales, zeros, group_size)

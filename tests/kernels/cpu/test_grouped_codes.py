@@ -112,11 +112,19 @@ def of_scale_table(columns: int, group: int) -> Case:
     return Case(lambda out: fp4.dequantise_fp4(codes, grid, group, scale_table=table, out=out), (ROWS, columns))
 
 
-def of_awq(columns: int, group: int) -> Case:
-    words, grid = octets(columns, 4 * 9).view(torch.int32), scales(8 * 5, groups_of(columns, group))
-    zeros = torch.arange(grid.numel()).view(grid.shape) % 16
+def of_awq(columns: int, group: int, num_words: int = 5) -> Case:
+    words, rows = octets(columns, 4 * (num_words + 4)).view(torch.int32), 8 * num_words
+    grid = scales(rows, groups_of(columns, group))
+    zeros, own = torch.arange(grid.numel()).view(grid.shape) % 16, slice(2, 2 + num_words)
+    return Case(lambda out: integers.dequantise_awq(words, own, grid, zeros.float(), group, out=out), (rows, columns))
+
+
+def of_gptq(columns: int, group: int, rows: int, bits: int = 4) -> Case:
+    words = octets(groups_of(columns * bits, 32), 4 * (rows + 5)).view(torch.int32)
+    grid = scales(rows, groups_of(columns, group))
+    zeros, own = (torch.arange(grid.numel()).view(grid.shape) % 16).float(), slice(3, 3 + rows)
     return Case(
-        lambda out: integers.dequantise_awq(words, slice(2, 7), grid, zeros.float(), group, out=out), (8 * 5, columns)
+        lambda out: integers.dequantise_gptq(words, own, bits, columns, grid, zeros, group, out=out), (rows, columns)
     )
 
 
@@ -151,6 +159,15 @@ CASES = {
     "FP4, scales of a table": of_scale_table(1072, 16),
     "AWQ": of_awq(1030, 128),
     "AWQ, fewer inputs than a word": of_awq(3, 128),
+    "AWQ, whole tiles": of_awq(384, 128, num_words=32),
+    "AWQ, parts of tiles, small groups": of_awq(288, 32, num_words=16),
+    "GPTQ, whole tiles": of_gptq(384, 128, 256),
+    "GPTQ, parts of tiles, small groups": of_gptq(160, 32, 144),
+    "GPTQ, a group of all": of_gptq(352, 352, 16),
+    "GPTQ, a partial group": of_gptq(416, 128, 32),
+    "GPTQ, odd rows": of_gptq(128, 128, 21),
+    "GPTQ, odd groups": of_gptq(144, 48, 16),
+    "GPTQ, 8 bits": of_gptq(128, 32, 32, bits=8),
     **{f"GGUF {kind.name}": of_gguf(kind) for kind in GGUF_TYPES.values() if kind.block_elements > 1},
 }
 SIZES = [(1, 1), (7, 16), (16, 130), (33, 31), (64, 96), (70, 45)]
@@ -212,9 +229,9 @@ def test_a_matrix_is_transposed(size: tuple[int, int], dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("skipped", [0, 5])
-@pytest.mark.parametrize(("num_rows", "columns"), [(32, 32), (64, 96), (96, 288)])
+@pytest.mark.parametrize(("num_rows", "columns"), [(32, 32), (64, 96), (96, 288), (384, 128), (416, 224)])
 def test_codes_become_columns(num_rows: int, columns: int, skipped: int) -> None:
-    """Where a row of the result is whole lines of the cache, and where it is not."""
+    """Where a row of the result is whole lines of the cache, and where it is not; whole tiles, and parts of them."""
     codes, scales = octets(num_rows, columns // 2), octets(num_rows, columns // 32) // 2 + 50
     memory = torch.zeros(columns, num_rows + skipped, dtype=torch.bfloat16)
     out = memory[:, skipped:]
@@ -234,6 +251,24 @@ def test_codes_that_become_no_columns_at_once(reason: str) -> None:
     out = torch.zeros(columns, num_rows, dtype=torch.float32 if reason == "float32" else torch.bfloat16)
     assert not fp4.write_fp4_transposed(out, codes, scales, e8m0_numbers())
     assert not out.any()
+
+
+@pytest.mark.parametrize("is_awq", [False, True])
+@pytest.mark.parametrize("reason", ["", "float32", "rows", "inputs", "groups", "scales", "zero points", "words"])
+def test_what_is_decoded_by_inputs_in_one_pass(reason: str, is_awq: bool) -> None:
+    num_rows, num_inputs, group = 128 + 8 * (reason == "rows"), 128 + 16 * (reason == "inputs"), 64
+    group = 16 if reason == "groups" else group
+    grid = torch.ones(num_rows, -(-num_inputs // group))
+    zeros = grid.half() if reason == "zero points" else grid
+    words = octets(num_inputs, num_rows // 2) if is_awq else octets(num_inputs // 8, 4 * num_rows)
+    words = words.view(torch.int32)
+    own = slice(0, words.shape[1] - (reason == "words"))
+    out = torch.zeros(num_rows, num_inputs, dtype=torch.float32 if reason == "float32" else torch.bfloat16)
+    own_scales = grid[:, :1] if reason == "scales" else grid
+    own_zeros = zeros[:, :1] if reason == "scales" else zeros
+    written = grouped_codes.decode_by_inputs(out, words, own, own_scales, own_zeros, group, is_awq=is_awq)
+    assert written == (not reason)
+    assert bool(out.any()) == written
 
 
 @pytest.mark.parametrize(("num_rows", "columns"), SIZES)

@@ -27,8 +27,8 @@ from kernels.dequant.coded_groups import coded_groups, format_of_groups
 from kernels.dequant.integers import (
     awq_codes,
     dequantise_awq,
+    dequantise_gptq,
     dequantise_ordered,
-    dequantise_packed,
     turn_words_to_rows,
     unpack_awq,
     unpack_bits,
@@ -42,8 +42,7 @@ _SCALES = ("F32", "BF16", "F16")
 _VERSION = ("checkpoint_format", "format")  # the older and the newer name of the config's field
 _GPTQ_BITS = (2, 3, 4, 8)
 _LARGE = 3e38  # is finite in bfloat16
-_ROWS = 32  # rows of zero points begin with a whole word, whatever their bits
-_AWQ_ROWS = 128  # whole cache lines of words
+_ROWS = 128  # whole tiles of what is decoded in one pass, and whole words of zero points, whatever their bits
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -105,10 +104,10 @@ class GptqWeight(PackedWeight):
     ) -> torch.Tensor:
         """Return rows of the matrix in float32."""
         columns, bits, own = self.shape[-1], self.bits, slice(rows.start, rows.stop)
-        codes = turn_words_to_rows(parts["qweight"], own)
-        scales, zeros = parts["scales"][own], parts["zeros"][own]
+        words, scales, zeros = parts["qweight"], parts["scales"][own], parts["zeros"][own]
         if (group_of := parts.get("g_idx")) is None:
-            return dequantise_packed(codes, bits, columns, scales, zeros, self.group_size, out=out)
+            return dequantise_gptq(words, own, bits, columns, scales, zeros, self.group_size, out=out)
+        codes = turn_words_to_rows(words, own)
         group_of = group_of.long()
         if columns and not 0 <= int(group_of.min()) <= int(group_of.max()) < scales.shape[1]:
             raise self.error("g_idx", f"names groups outside the {scales.shape[1]} that have scales")
@@ -222,7 +221,7 @@ def _awq(module: ModuleTensors, rows: int, columns: int) -> PackedWeight:
         name=module.full_name("weight"),
         parts=module.take(qweight="qweight", qzeros="qzeros", scales="scales"),
         shape=(rows, columns),
-        row_multiple=_AWQ_ROWS,
+        row_multiple=_ROWS,
         group_size=size,
     )
 

@@ -40,6 +40,25 @@ INLINE void look_up_nibbles(bf16 *to, const uint8_t *octets, u16x16 table, bool 
 #endif
 }
 
+/* The numbers of the 32 codes of 16 bytes, of which the first 16 have their table, and the others theirs. */
+INLINE u32x16 look_up_pairs(const uint8_t *octets, u16x16 first, u16x16 second, bool is_high_first) {
+#if defined(__AVX512BW__)
+    /* Each byte becomes a pair of indices. Of an index five bits count: the code, and which table. */
+    __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)octets));
+    __m512i index = is_high_first ? _mm512_or_si512(_mm512_srli_epi32(wide, 4), _mm512_slli_epi32(wide, 16))
+                                  : _mm512_or_si512(wide, _mm512_slli_epi32(wide, 12));
+    const __m512i is_second = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(LANES), 1);
+    index = _mm512_ternarylogic_epi32(index, _mm512_set1_epi16(15), is_second, 0xea); /* index & 15 | is_second */
+    __m512i tables = _mm512_inserti64x4(_mm512_castsi256_si512((__m256i)first), (__m256i)second, 1);
+    return (u32x16)_mm512_permutexvar_epi16(index, tables);
+#else
+    bf16 numbers[2 * LANES];
+    look_up_nibbles(numbers, octets, first, is_high_first);
+    look_up_nibbles(numbers + LANES, octets + LANES / 2, second, is_high_first);
+    return u32x16_load(numbers);
+#endif
+}
+
 /* The numbers of the low nibbles of 16 bytes, then those of the high ones. */
 INLINE void look_up_halves(bf16 *to, const uint8_t *octets, u16x16 table) {
 #if defined(__AVX512BW__) && defined(__AVX512VL__)

@@ -79,16 +79,20 @@ INLINE void decode_whole_groups(const pagoda_grouped_codes *weight, int64_t row,
     bf16 *output = (bf16 *)weight->output + row * weight->columns;
     f32x16 table = f32x16_load(weight->table);
     int64_t index = row * weight->num_groups;
-    for (int64_t start = 0; start < weight->columns; start += group_size, index++) {
-        u16x16 numbers = bf16_exact(scaled(group_at(weight, index), table, is_plain));
-        for (int64_t at = start; at < start + group_size; at += LANES)
-            look_up_nibbles(output + at, codes + at / 2, numbers, weight->is_high_first);
+    for (int64_t start = 0; start < weight->columns; start += max(group_size, 2 * LANES)) {
+        u16x16 numbers = bf16_exact(scaled(group_at(weight, index++), table, is_plain)), others = numbers;
+        if (group_size == LANES) others = bf16_exact(scaled(group_at(weight, index++), table, is_plain));
+        for (int64_t at = start; at < start + max(group_size, 2 * LANES); at += 2 * LANES) {
+            u32x16 pairs = look_up_pairs(codes + at / 2, numbers, others, weight->is_high_first);
+            memcpy(output + at, &pairs, sizeof pairs);
+        }
     }
 }
 
 /* Whether `decode_whole_groups` decodes the rows. */
 INLINE bool has_whole_groups(const pagoda_grouped_codes *weight) {
-    return weight->is_bf16 && weight->has_nibbles && weight->first == 0 && weight->group_size % LANES == 0 &&
+    return weight->is_bf16 && weight->has_nibbles && weight->first == 0 && weight->columns % (2 * LANES) == 0 &&
+           (weight->group_size == LANES || weight->group_size % (2 * LANES) == 0) &&
            weight->columns % weight->group_size == 0;
 }
 

@@ -1,24 +1,26 @@
-/* A tile is 32 rows of a group's 32 codes. Codes are turned as words of eight, and looked up for 16 rows at once, each
- * of which has its scale in a lane. So nothing that is wider than a code is turned. */
+/* A tile is 128 rows of 128 codes. Codes are turned as words of eight, and looked up for 16 rows at once, each of which
+ * has its scale in a lane. So nothing that is wider than a code is turned. What is written of a row of the output is
+ * four lines of the cache, and the next tile writes those that follow. */
 #include "dequant/decode_turned.h"
 
 #include <stdbool.h>
 
+#include "runtime/integers.h"
 #include "runtime/vector.h"
 
-enum { TILE = 2 * LANES, GROUP = 32, GROUPS_AT_ONCE = 4 }; /* as many groups as a line of the cache holds */
+enum { GROUP = 32, PAIR = 2 * LANES, TILE = 128, WORDS = GROUP / 8 };
 
-/* The same word of 16 rows. */
-INLINE u32x16 word_of_rows(const uint8_t *codes, int64_t stride) {
-#if defined(__AVX512F__)
-    __m512i lanes = _mm512_mullo_epi32((__m512i)lane_indices(), _mm512_set1_epi32((int)stride));
-    return (u32x16)_mm512_i32gather_epi32(lanes, codes, 1);
-#else
-    uint32_t words[LANES];
-    for (int i = 0; i < LANES; i++) memcpy(words + i, codes + i * stride, sizeof *words);
-    return u32x16_load(words);
-#endif
-}
+/* Rows of codes that are decoded at once, and where their numbers go. */
+typedef struct {
+    uint16_t *to;
+    int64_t to_stride;
+    const uint8_t *codes;
+    int64_t stride;      /* bytes from one row of codes to the next */
+    int num_rows;        /* at most TILE, a multiple of PAIR */
+    int num_groups;      /* of each row, at most TILE / GROUP */
+    const uint8_t *next; /* codes that are read ahead, or NULL */
+    float scales[TILE / GROUP][TILE]; /* of each group, for each row */
+} tile;
 
 /* The numbers of 16 codes, of which the low four bits count. */
 INLINE f32x16 look_up_codes(const float *table, u32x16 codes) {
@@ -31,31 +33,42 @@ INLINE f32x16 look_up_codes(const float *table, u32x16 codes) {
 #endif
 }
 
-/* Stores 32 normal numbers. `is_line`: they are a line of the cache, which need not be read before it is written: rows
- * of the output are so far apart that few lines stay in a cache. */
-INLINE void store_pair(uint16_t *to, f32x16 low, f32x16 high, bool is_line) {
+/* Stores 32 normal numbers. */
+INLINE void store_pair(uint16_t *to, f32x16 low, f32x16 high) {
 #if defined(__AVX512BF16__)
     __m512bh both = _mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
-    if (is_line) _mm512_stream_si512((void *)to, (__m512i)both);
-    else memcpy(to, &both, sizeof both);
+    memcpy(to, &both, sizeof both);
 #else
-    (void)is_line;
     u16x16 halves[2] = {__builtin_convertvector(bf16_round(low), u16x16),
                         __builtin_convertvector(bf16_round(high), u16x16)};
     memcpy(to, halves, sizeof halves);
 #endif
 }
 
-/* Decodes one tile; `stride` bytes are between rows of codes. */
-INLINE void decode_tile(uint16_t *to, int64_t to_stride, const uint8_t *codes, int64_t stride, const float *scales,
-                        const float *table, bool is_line) {
-    f32x16 low_scales = f32x16_load(scales), high_scales = f32x16_load(scales + LANES);
-    for (int word = 0; word < GROUP / 8; word++) {
-        u32x16 low = word_of_rows(codes + 4 * word, stride);
-        u32x16 high = word_of_rows(codes + LANES * stride + 4 * word, stride);
-        for (int code = 0; code < 8; code++, to += to_stride)
-            store_pair(to, look_up_codes(table, low >> 4 * code) * low_scales,
-                       look_up_codes(table, high >> 4 * code) * high_scales, is_line);
+/* Turns the words of 16 rows: word i of all rows is vector i. */
+INLINE void turn_rows(uint32_t *turned, const uint8_t *codes, int64_t stride, int num_groups) {
+    u32x16 rows[LANES] = {0};
+    for (int i = 0; i < LANES; i++)
+        if (num_groups == TILE / GROUP) rows[i] = u32x16_load(codes + i * stride);
+        else memcpy(rows + i, codes + i * stride, (size_t)num_groups * WORDS * sizeof *turned);
+    store_transposed(turned, LANES, rows);
+}
+
+INLINE void decode_tile(const tile *own, const float *table) {
+    uint32_t turned[TILE * LANES];
+    uint16_t *to = own->to;
+    for (int row = 0; row < own->num_rows; row += LANES)
+        turn_rows(turned + row * LANES, own->codes + row * own->stride, own->stride, own->num_groups);
+    for (int column = 0; column < own->num_groups * GROUP; column++, to += own->to_stride) {
+        if (own->next) __builtin_prefetch(own->next + column * own->stride);
+        const float *scales = own->scales[column / GROUP];
+        const uint32_t *words = turned + column / 8 * LANES;
+        for (int row = 0; row < own->num_rows; row += PAIR) {
+            u32x16 low = u32x16_load(words + row * LANES) >> column % 8 * 4;
+            u32x16 high = u32x16_load(words + (row + LANES) * LANES) >> column % 8 * 4;
+            store_pair(to + row, look_up_codes(table, low) * f32x16_load(scales + row),
+                       look_up_codes(table, high) * f32x16_load(scales + row + LANES));
+        }
     }
 }
 
@@ -69,20 +82,21 @@ static bool are_scales_normal(const uint8_t *scales, int64_t count, const float 
 int32_t pagoda_decode_turned(uint16_t *to, int64_t to_stride, const uint8_t *codes, const uint8_t *scales,
                              int64_t num_rows, int64_t columns, const float *table, const float *scale_table) {
     const int64_t num_groups = columns / GROUP, stride = columns / 2;
-    if (num_rows % TILE || columns % GROUP || !are_scales_normal(scales, num_rows * num_groups, scale_table)) return 0;
-    const bool is_line = ((uintptr_t)to | (uintptr_t)to_stride * sizeof *to) % sizeof(u32x16) == 0;
-    for (int64_t first = 0; first < num_groups; first += GROUPS_AT_ONCE)
-        for (int64_t row = 0; row < num_rows; row += TILE)
-            for (int64_t group = first; group < num_groups && group < first + GROUPS_AT_ONCE; group++) {
-                float own[TILE];
-                for (int i = 0; i < TILE; i++) own[i] = scale_table[scales[(row + i) * num_groups + group]];
-                uint16_t *tile = to + group * GROUP * to_stride + row;
-                const uint8_t *its_codes = codes + row * stride + group * GROUP / 2;
-                if (is_line) decode_tile(tile, to_stride, its_codes, stride, own, table, true);
-                else decode_tile(tile, to_stride, its_codes, stride, own, table, false);
-            }
-#if defined(__AVX512BF16__)
-    _mm_sfence(); /* before another thread is told that the numbers are there */
-#endif
+    if (num_rows % PAIR || columns % GROUP || !are_scales_normal(scales, num_rows * num_groups, scale_table)) return 0;
+    for (int64_t first = 0; first < num_groups; first += TILE / GROUP)
+        for (int64_t row = 0; row < num_rows; row += TILE) {
+            tile own;
+            own.to = to + first * GROUP * to_stride + row;
+            own.to_stride = to_stride;
+            own.stride = stride;
+            own.codes = codes + row * stride + first * GROUP / 2;
+            own.num_rows = (int)min(TILE, num_rows - row);
+            own.num_groups = (int)min(TILE / GROUP, num_groups - first);
+            own.next = row + 2 * TILE <= num_rows ? own.codes + TILE * stride : NULL;
+            for (int i = 0; i < own.num_rows; i++)
+                for (int group = 0; group < own.num_groups; group++)
+                    own.scales[group][i] = scale_table[scales[(row + i) * num_groups + first + group]];
+            decode_tile(&own, table);
+        }
     return 1;
 }

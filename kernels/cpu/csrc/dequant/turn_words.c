@@ -1,10 +1,8 @@
 #include "dequant/turn_words.h"
 
+#include "dequant/turn_nibbles.h"
 #include "runtime/integers.h"
 #include "runtime/vector.h"
-
-/* The column that each nibble of a word of AWQ holds, the lowest first. */
-static const int AWQ_ORDER[8] = {0, 2, 4, 6, 1, 3, 5, 7};
 
 /* The first `count` of 16 words; zeros follow. */
 INLINE u32x16 load_words(const uint32_t *from, int64_t count) {
@@ -65,19 +63,6 @@ void pagoda_turn_halves(uint16_t *to, int64_t to_stride, const uint16_t *from, i
             else
                 for (int64_t i = column; i < min(column + TILE, columns); i++)
                     for (int64_t j = row; j < min(row + TILE, num_rows); j++) to[i * to_stride + j] = from[j * columns + i];
-}
-
-/* Turns the 8 x 8 nibbles of each lane: nibble n of vector i becomes nibble i of vector n. */
-INLINE void turn_nibbles(u32x16 *vectors) {
-    static const uint32_t LOW[] = {0x0f0f0f0f, 0x00ff00ff, 0x0000ffff}; /* of each pair of 1, 2 and 4 nibbles */
-    for (int step = 0; step < 3; step++)
-        for (int i = 0; i < 8; i++) {
-            int size = 1 << step;
-            if (i & size) continue;
-            u32x16 *a = vectors + i, *b = vectors + i + size, swapped = (*a >> 4 * size ^ *b) & LOW[step];
-            *b ^= swapped;
-            *a ^= swapped << 4 * size;
-        }
 }
 
 void pagoda_turn_awq(uint32_t *to, const uint32_t *from, int64_t num_rows, int64_t columns, int64_t stride) {

@@ -44,7 +44,8 @@ def before(
     return lambda *arguments, **options: function(*change(*arguments), **options)
 
 
-FP8, AWQ, PACKED = fp8.dequantise_fp8, integers.dequantise_awq, integers.dequantise_packed
+FP8, PACKED = fp8.dequantise_fp8, integers.dequantise_packed
+AWQ, GPTQ = integers.dequantise_awq, integers.dequantise_gptq
 TRANSPOSED = before(FP8, lambda codes, scales, block, row: (codes, scales.t().contiguous(), block, row))
 NEIGHBOURS = before(FP8, lambda codes, scales, block, row: (codes, scales.roll(1, 1), block, row))
 ONE_MORE = before(
@@ -52,7 +53,7 @@ ONE_MORE = before(
 )
 ONE_LESS = before(AWQ, lambda words, columns, scales, zeros, size: (words, columns, scales, zeros.float() - 1, size))
 NEXT_SCALE = before(
-    PACKED, lambda words, bits, columns, scales, *others: (words, bits, columns, scales.roll(1, 1), *others)
+    GPTQ, lambda words, own, bits, columns, scales, *others: (words, own, bits, columns, scales.roll(1, 1), *others)
 )
 IN_ORDER = before(
     gptq_awq.dequantise_ordered, lambda codes, scales, zeros, order: (codes, scales, zeros, order.sort()[0])
@@ -104,7 +105,7 @@ ERRORS: dict[str, tuple[Save, Any, Any, str, object]] = {
     "swapped nibbles of FP4": (of_fp4.save, "mxfp4", kernels_fp4, "_e2m1_pairs", lambda: SWAPPED),
     "a zero point too high": (of_integers.save, "int8 by channel", compressed_integers, "dequantise_packed", ONE_MORE),
     "a zero point too low": (of_gptq_awq.save, "awq", gptq_awq, "dequantise_awq", ONE_LESS),
-    "a neighbour's group": (of_gptq_awq.save, "gptq", gptq_awq, "dequantise_packed", NEXT_SCALE),
+    "a neighbour's group": (of_gptq_awq.save, "gptq", gptq_awq, "dequantise_gptq", NEXT_SCALE),
     "desc_act ignored": (of_gptq_awq.save, "gptq desc_act", gptq_awq, "dequantise_ordered", IN_ORDER),
     "AWQ's columns in order": (of_gptq_awq.save, "awq", integers, "_AWQ_ORDER", tuple(range(8))),
     "the low half first": (of_bitsandbytes.save, "nf4", bitsandbytes, "dequantise_4bit", LOW_FIRST),
