@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -74,6 +75,7 @@ def measure(num_replicas: int, repeats: int, seed: int = 0, *, pulls: bool = Fal
         "pulls": pulls,
         "index_blocks": blocks,
         "decisions": repeats,
+        "load_average": round(os.getloadavg()[0], 1),
         "kinds": {},
     }
     tokens, params, evicting = [0] * PROMPT_TOKENS, SamplingParams(), np.ones(EVICTED_BYTES // 8)

@@ -15,6 +15,7 @@ Times are the thread's own CPU seconds.
 from __future__ import annotations
 
 import argparse
+import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -48,6 +49,7 @@ BATCH_BLOCKS = 2_048 // 16
 REPORTS_PER_S = 10
 INDEXED_BLOCKS = 1_000_000
 HELD_BLOCKS = 65_536  # of a replica
+PARTS = ("ingress", "decisions", "subsets")
 
 
 def measure_ingress(num_replicas: int, repeats: int) -> dict[str, float]:
@@ -130,8 +132,30 @@ def subset_runs(path: str, num_replicas: int, num_ingresses: int, num_subsets: S
     ]
 
 
+def _ingress(num_replicas: int, repeats: int) -> dict[str, float]:
+    figures = measure_ingress(num_replicas, repeats)
+    print(
+        f"{num_replicas} replicas: " + ", ".join(f"{name} {value:.4g}" for name, value in figures.items()), flush=True
+    )
+    return figures
+
+
+def _decisions(num_replicas: int, repeats: int, pulls: bool) -> dict[str, Any]:
+    measured = measure(num_replicas, repeats, pulls=pulls)
+    for kind, calls in measured["kinds"].items():
+        print(f"{num_replicas} replicas, pulls={pulls}, {kind}, us: choose {calls['choose']}", end=", ")
+        print(f"again {calls['choose again']}", flush=True)
+    return measured
+
+
+def _subset(run: Run, figures: dict[str, Any]) -> dict[str, Any]:
+    settings, wait = run.settings, f"TTFT mean {figures['ttft_mean']:.2f}, p90 {figures['ttft_p90']:.2f}"
+    print(f"{settings.num_replicas} replicas in {settings.num_subsets} groups: hit {figures['hit']:.1%}, {wait}")
+    return asdict(settings) | figures
+
+
 def main() -> None:
-    """Print the figures and write the JSON."""
+    """Print the figures and write the JSON, which keeps its results of the parts that do not run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trace", default=TRACE, help="the Mooncake conversation trace")
     parser.add_argument("--replicas", type=int, nargs="*", default=[64, 256, 1024])
@@ -140,24 +164,20 @@ def main() -> None:
     parser.add_argument("--subsets", type=int, nargs="*", default=[1, 2, 4, 8])
     parser.add_argument("--repeats", type=int, default=1_000)
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/routing_scale.json"))
     args = parser.parse_args()
-    results: dict[str, Any] = {"ingress": {}, "decisions": {}, "subsets": []}
-    for number in args.replicas:
-        results["ingress"][number] = figures = measure_ingress(number, args.repeats)
-        print(f"{number} replicas: " + ", ".join(f"{name} {value:.4g}" for name, value in figures.items()), flush=True)
-    for number in args.replicas:
-        for pulls in (False, True):
-            measured = measure(number, args.repeats, pulls=pulls)
-            results["decisions"][f"{number}{', pulls' if pulls else ''}"] = measured
-            for kind, calls in measured["kinds"].items():
-                print(f"{number} replicas, pulls={pulls}, {kind}, us: choose {calls['choose']}", end=", ")
-                print(f"again {calls['choose again']}", flush=True)
-    runs = subset_runs(args.trace, args.subset_replicas, args.subset_ingresses, args.subsets)
-    for run, figures in zip(runs, run_all(runs, args.processes), strict=True):
-        results["subsets"].append(asdict(run.settings) | figures)
-        settings, wait = run.settings, f"TTFT mean {figures['ttft_mean']:.2f}, p90 {figures['ttft_p90']:.2f}"
-        print(f"{settings.num_replicas} replicas in {settings.num_subsets} groups: hit {figures['hit']:.1%}, {wait}")
+    results: dict[str, Any] = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {}
+    if "ingress" in args.parts:
+        results["ingress"] = {str(number): _ingress(number, args.repeats) for number in args.replicas}
+    if "decisions" in args.parts:
+        results["decisions"] = {}
+        for number in args.replicas:
+            for pulls in (False, True):
+                results["decisions"][f"{number}{', pulls' if pulls else ''}"] = _decisions(number, args.repeats, pulls)
+    if "subsets" in args.parts:
+        runs = subset_runs(args.trace, args.subset_replicas, args.subset_ingresses, args.subsets)
+        results["subsets"] = [_subset(run, row) for run, row in zip(runs, run_all(runs, args.processes), strict=True)]
     write_result(args.out, results)
 
 
