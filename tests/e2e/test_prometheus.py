@@ -34,7 +34,13 @@ pytestmark = [
 WINDOW = "20s"  # for Grafana's $__rate_interval
 CLIENTS = 48
 # What the load has to cause, by the counter that shows it.
-CAUSED = ("preemptions_total", "blocks_evicted_total", "requests_rejected_total", "ingress_rejections_total")
+CAUSED = (
+    "preemptions_total",
+    "blocks_evicted_total",
+    "requests_rejected_total",
+    "ingress_rejections_total",
+    "routing_predicted_ttft_seconds_count",  # not for the first burst: nothing is measured before it
+)
 # The server of this load makes no drafts, and has neither a disk cache nor a peer.
 NOT_CAUSED = ("spec_decode", "kv_tier_", "prefix_cache_tier_hit", "routing_predicted_fetch", "routing_fetched")
 STORY = "You are a patient guide to the rivers of the world, and you tell long stories. " * 2

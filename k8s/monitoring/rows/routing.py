@@ -20,6 +20,7 @@ ROUTING = [
         "reqps",
         [("{{outcome}}", rate(ingress("routing_decisions_total"), "outcome"))],
         stacked=True,
+        width=6,
         colours={"hit": GREEN, "cold": BLUE, "balanced": YELLOW, "fallback": ORANGE, "retry": RED},
     ),
     Panel(
@@ -33,6 +34,7 @@ ROUTING = [
             ("expected", rate_or_zero(ingress("routing_predicted_hit_tokens_total"))),
             ("real", rate_or_zero(engine("prefix_cache_hit_tokens_total"))),
         ],
+        width=6,
         colours={"possible": BLUE, "expected": YELLOW, "real": GREEN},
     ),
     Panel(
@@ -44,6 +46,7 @@ ROUTING = [
             ("computed tokens", imbalance(rate(engine("step_tokens_sum"), "replica"))),
             ("requests", imbalance(REQUESTS_PER_REPLICA)),
         ],
+        width=6,
         thresholds=[(2, YELLOW)],
         limits=(1, None),
         decimals=2,
@@ -54,6 +57,7 @@ ROUTING = [
         "Time from an engine's step until an ingress receives its KV events.",
         "s",
         [(f"p{share * 100:.0f}", quantile(share, "kv_index_lag_seconds", ingress)) for share in (0.5, 0.99)],
+        width=6,
         thresholds=[(1, YELLOW)],
         colours=QUANTILE_COLOURS,
     ),
