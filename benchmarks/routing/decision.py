@@ -25,7 +25,6 @@ import numpy as np
 from msgspec.structs import replace
 
 from benchmarks.result_file import write_result
-from deployments.ingress import GC_THRESHOLD
 from deployments.routing.cluster_view import ClusterView
 from deployments.routing.policy import Decision
 from deployments.routing.state import RoutingState
@@ -43,6 +42,7 @@ BLOCKS = PROMPT_TOKENS // BLOCK_SIZE
 SHARED_BLOCKS = 64  # of a system prompt
 CONVERSATIONS = 8  # of each replica
 EVICTED_BYTES = 1 << 23
+GC_THRESHOLD = 10_000  # that of deployments/ingress.py, which imports Ray
 
 
 def measure(num_replicas: int, repeats: int, seed: int = 0, *, pulls: bool = False) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import torch
 
@@ -32,6 +33,7 @@ ANSWER_TOKENS = 8
 ENGINES, INGRESSES, CLIENTS = 4, 2, 16
 BLOCK_SIZE = 16
 HITS, QUERIES = "pagoda_prefix_cache_hit_tokens_total", "pagoda_prefix_cache_query_tokens_total"
+PREDICTED, MEASURED = "pagoda_routing_predicted_ttft_seconds", "pagoda_routing_measured_ttft_seconds"
 DEFAULT_ROUTER = "ray.serve._private.request_router:PowerOfTwoChoicesRequestRouter"
 
 
@@ -47,6 +49,9 @@ class Result:
     ttft_mean_s: float
     ttft_p90_s: float
     imbalance: float  # prompt tokens of the busiest engine over the mean
+    predicted_s: float | None  # mean time to the first token as the router expected it; None: it expected none
+    measured_s: float | None  # of the same requests, from their dispatch
+    correlation: float | None  # of the two, over the last requests that the page lists
 
 
 def conversations(seed: int) -> list[list[list[int]]]:
@@ -92,6 +97,10 @@ def measure(name: str, server: Server, workload: Sequence[Sequence[list[int]]], 
     done = [outcome for outcome in outcomes if outcome.succeeded]
     first = [outcome.first_token_s for outcome in done]
     by_engine = list(server.metric_by_replica(QUERIES).values())
+    num_predicted = server.metric(f"{PREDICTED}_count")
+    routed = httpx.get(f"{server.url}/live", timeout=60).json()["routed"]
+    pairs = [(entry["predicted_s"], entry["measured_s"]) for entry in routed]
+    pairs = [pair for pair in pairs if None not in pair]
     return Result(
         server=name,
         requests=len(outcomes),
@@ -101,6 +110,9 @@ def measure(name: str, server: Server, workload: Sequence[Sequence[list[int]]], 
         ttft_mean_s=float(np.mean(first)),
         ttft_p90_s=float(np.percentile(first, 90)),
         imbalance=max(by_engine) * len(by_engine) / sum(by_engine),
+        predicted_s=server.metric(f"{PREDICTED}_sum") / num_predicted if num_predicted else None,
+        measured_s=server.metric(f"{MEASURED}_sum") / num_predicted if num_predicted else None,
+        correlation=float(np.corrcoef(np.array(pairs).T)[0, 1]) if len(pairs) > 1 else None,
     )
 
 
