@@ -233,3 +233,14 @@ def test_held_blocks_are_the_same_in_each_form(rounds: list[list[int]]) -> None:
     deepest = list(num_blocks.deepest())
     assert dict(deepest) == held
     assert [depth for _, depth in deepest] == sorted(held.values(), reverse=True)
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=80))
+def test_blocks_by_slot_where_all_replicas_hold_some(depths: list[int]) -> None:
+    """As of a system prompt: it is filled in at once, and those that hold more are set after it."""
+    index, prompt = KVIndex(), list(range(6))
+    for number, depth in enumerate(depths):
+        assert index.add_replica(f"r{number}") == number
+        index.stored(f"r{number}", prompt[:depth])
+    assert index.num_cached_blocks(prompt).by_slot(len(depths)).tolist() == depths
+    assert index.num_cached_blocks(prompt).by_slot(len(depths) + 1).tolist() == [*depths, 0.0]

@@ -150,6 +150,18 @@ def test_every_ingress_chooses_the_same_for_any_order_of_candidates() -> None:
         assert first(view, prompt(number), "abcd") == first(other, prompt(number), "cadb")
 
 
+def test_the_same_candidates_are_looked_up_again_when_replicas_come_and_go() -> None:
+    """A new replica takes the row of one that is gone, between two decisions for the same tuple."""
+    view, names = make_view("abc"), ("b", "c")
+    for number in range(20):
+        assert view.choose(dispatch_of(prompt(number), 128), names).replica in names
+    view.set_replicas({name: {} for name in "acd"})  # "d" takes the row of "b"
+    for name in "acd":
+        view.routing.report(name, IDLE, now=0.0)
+    assert {view.choose(dispatch_of(prompt(number), 128), ("c", "d")).replica for number in range(20)} == {"c", "d"}
+    assert view.choose(dispatch_of(prompt(1), 128), names).replica in names  # "b" is unknown, but takes requests
+
+
 def test_a_lost_replica_moves_only_its_own_prompts() -> None:
     view = make_view()
     before = {number: first(view, prompt(number)) for number in range(200)}
