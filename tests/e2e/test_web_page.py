@@ -254,6 +254,8 @@ def test_each_request_is_listed_with_the_reason(open_page: Opener, server: Serve
     second, first = (rows.nth(index).locator("td").all_inner_texts() for index in (0, 1))
     assert (first[2], second[2]) == ("cold", "hit")
     assert rows.nth(0).locator(".replica").get_attribute("title") == replica
+    # Of the answer that has ended: when its first token was expected, if rates were known by then, and when it came.
+    expect(rows.nth(0).locator("td").last).to_have_attribute("title", re.compile("; first token .*came after"))
     prompt, expected, best = (numbers(second[index])[0] for index in (3, 4, 5))
     assert 0 < prompt - expected <= 16
     assert best == expected

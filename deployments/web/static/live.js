@@ -194,7 +194,8 @@ function costParts(route) {
   const fetch = route.source ? `${count(route.fetched_tokens)} tokens from ${route.source} in ` +
     `${seconds(route.fetch_s)} meanwhile, ` : "";
   const predicted = route.predicted_s === null ? "" : `; first token expected after ${seconds(route.predicted_s)}`;
-  const measured = route.measured_s === null ? "" : `${predicted ? ", " : "; first token "}came after ${seconds(route.measured_s)}`;
+  const came = predicted ? ", came" : "; first token came";
+  const measured = route.measured_s === null ? "" : `${came} after ${seconds(route.measured_s)}`;
   return `queue ${seconds(route.queue_s)}, ${fetch}prefill ${seconds(route.prefill_s)}, ` +
     `delay of others ${seconds(route.others_s)}, decoding ${seconds(route.decode_s)}; ${next}${predicted}${measured}`;
 }
