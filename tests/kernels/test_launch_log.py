@@ -123,5 +123,6 @@ def test_the_log_notices_a_specialised_integer(log: LaunchLog, monkeypatch: pyte
     kernel = reduce_splits_kernel  # its strides are specialised on
     tensor = torch.zeros(64)
     for stride in (1, 8, 9, 16, 32):
-        kernel[(1,)](tensor, tensor, tensor, tensor, None, stride, 64, HEAD_DIM=64, DIM_PADDED=64, MAX_SPLITS=2)
+        sizes = {"HEAD_DIM": 64, "DIM_PADDED": 64, "MAX_SPLITS": 2, "CHUNK": 2}
+        kernel[(1,)](tensor, tensor, tensor, tensor, None, stride, 64, **sizes)
     assert len([variant for variant in log.variants if variant.startswith("reduce")]) == 3
