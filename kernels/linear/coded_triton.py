@@ -56,9 +56,11 @@ _TILES = {
 _MOST_PARTS = 8  # of a sum
 _INPUTS_OF_A_PART = 256  # at least
 _SUMMED = 1024  # outputs of a program that adds up parts
-# Rows from which on weights are decoded into memory. For a million weights of 4 bits an H200 takes 0.65 us in registers
-# and 64 rows. By the bytes, decoding takes 0.6 us; cuBLAS takes 0.6 to 0.75 us for 128 to 256 rows.
-_MANY_ROWS = 129
+# Rows up to which weights are decoded in registers, for each tile anew; for more they are decoded into memory. Of parts
+# with fewer inputs, which have more scales, a second tile takes longer on an H200 than decoding into memory.
+_ROWS_IN_REGISTERS = 128
+_ROWS_IN_REGISTERS_OF_SMALL_PARTS = 64
+_SMALL_PART = 32  # inputs
 
 
 # The number of rows changes from step to step, which must not wait for a compilation.
@@ -208,7 +210,7 @@ class CodedTritonLinear(nn.Module):
         output = rows.new_empty(len(rows), self.out_features)
         if not len(rows):
             return output.view(*x.shape[:-1], self.out_features)
-        scratch = None if self.batch_invariant or len(rows) < _MANY_ROWS else self.scratch
+        scratch = None if self.batch_invariant or len(rows) <= self._rows_in_registers else self.scratch
         if scratch is not None and scratch.dtype == rows.dtype:
             self._multiply_decoded(output, rows, scratch)
         else:
@@ -216,6 +218,12 @@ class CodedTritonLinear(nn.Module):
             for section, own in self._sections_and_outputs():
                 _multiply(output[:, own], rows, section, None if self.bias is None else self.bias[own], tile)
         return output.view(*x.shape[:-1], self.out_features)
+
+    @property
+    def _rows_in_registers(self) -> int:
+        """Rows up to which weights are decoded in registers."""
+        is_small = any(section.layout.width <= _SMALL_PART for section, _ in self._sections_and_outputs())
+        return _ROWS_IN_REGISTERS_OF_SMALL_PARTS if is_small else _ROWS_IN_REGISTERS
 
     def _sections_and_outputs(self) -> Iterator[tuple[CodedSection, slice]]:
         first = 0
@@ -244,7 +252,7 @@ class CodedTritonLinear(nn.Module):
     def compile_kernels(self, dtype: torch.dtype) -> None:
         """Launch what any number of rows of ``dtype`` launches."""
         device = next(self.parameters()).device
-        for num_rows in (1, _TILES[dtype.itemsize][0].num_rows + 1, _MANY_ROWS):
+        for num_rows in (1, _TILES[dtype.itemsize][0].num_rows + 1, self._rows_in_registers + 1):
             self(torch.zeros(num_rows, self.in_features, dtype=dtype, device=device))
 
 

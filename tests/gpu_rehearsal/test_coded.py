@@ -54,7 +54,7 @@ def test_answers_are_those_of_the_dequantised_weights(case: tuple[str, Any], gpu
 def test_answers_with_weights_that_are_decoded_into_memory(
     case: tuple[str, Any], gpu: Rehearsal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coded_triton, "_MANY_ROWS", 2)
+    monkeypatch.setattr(coded_triton, "_ROWS_IN_REGISTERS_OF_SMALL_PARTS", 1)
     check_steps(gpu, *case, GRAPHS)
     assert gpu.launches.counts["decode_kernel"]
 

@@ -68,10 +68,16 @@ def _tile(*sizes: int) -> Constants:
     from kernels.linear import coded_triton  # the part starts where there is no Triton, too
 
     tiles = {2: (coded_triton._Tile(*sizes),) * 2}
-    return Constants({(coded_triton, "_TILES"): tiles, (coded_triton, "_MANY_ROWS"): 2**30})
+    return Constants({(coded_triton, "_TILES"): tiles} | _registers_for(2**30))
 
 
 def _decoded() -> Constants:
+    return Constants(_registers_for(0))
+
+
+def _registers_for(num_rows: int) -> dict[tuple[Any, str], Any]:
+    """Return the constants that let at most so many rows be multiplied with weights that are decoded in registers."""
     from kernels.linear import coded_triton
 
-    return Constants({(coded_triton, "_MANY_ROWS"): 1})
+    names = ("_ROWS_IN_REGISTERS", "_ROWS_IN_REGISTERS_OF_SMALL_PARTS")
+    return {(coded_triton, name): num_rows for name in names}

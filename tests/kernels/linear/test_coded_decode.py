@@ -131,6 +131,17 @@ def test_rows_in_another_order_and_strided_ones(kernel_device: torch.device, mon
     assert error(product.cpu(), x[:, :256].double() @ decode(matrix).double().t()) < 1e-5
 
 
+@pytest.mark.parametrize(("name", "most"), [("Q4_K", 64), ("NVFP4", 64), ("GPTQ", 128), ("Q8_0", 64), ("FP8", 128)])
+def test_parts_of_few_inputs_are_decoded_into_memory_for_fewer_rows(
+    name: str, most: int, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = layer_of([random_matrix(FORMATS[name], 16, 64)], kernel_device)
+    scratch = torch.empty(16 * 64, device=kernel_device)
+    for num_rows, counts in ((most, []), (most + 1, [16])):
+        rows = torch.zeros(num_rows, 64, device=kernel_device)
+        assert product_and_decodes(layer, rows, scratch, monkeypatch)[1] == counts
+
+
 @pytest.mark.parametrize("why", ["few rows", "batch invariant", "another dtype"])
 def test_weights_are_decoded_in_registers_otherwise(
     why: str, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
