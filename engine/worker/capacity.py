@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, replace
 
 from engine.config import EngineConfig
+from engine.kv.layer_cache import CacheDtype
 from engine.kv.pool_sizes import PageSizes
 from engine.models.checkpoint.checkpoint import open_checkpoint
 from engine.models.config.model_config import ModelConfig
@@ -26,7 +27,7 @@ class Capacity:
     Attributes:
         architecture: of the model.
         device: ``cpu``, or the first GPU.
-        dtype: of weights and KV cache.
+        dtype: of weights, and of the KV cache unless ``kv_cache_dtype`` is ``fp8``.
         backend: of attention.
         max_model_len: tokens of context.
         weight_bytes: None for a quantised model, whose size in memory depends on the kernels.
@@ -47,6 +48,7 @@ class Capacity:
     num_blocks: int | None = None
     kv_bytes: int | None = None
     bytes_per_token: int | None = None
+    kv_cache_dtype: CacheDtype = "auto"
 
     @property
     def num_tokens(self) -> int | None:
@@ -70,6 +72,7 @@ def estimate_capacity(config: EngineConfig) -> Capacity:
         shard.max_model_len,
         _weight_bytes(config, shard.dtype.itemsize),
         shard.block_size,
+        kv_cache_dtype=shard.kv_cache_dtype,
     )
     if not isinstance(shard.model_config, ModelConfig):
         return known

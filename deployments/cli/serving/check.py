@@ -87,9 +87,10 @@ def _cpus(config: AppConfig) -> str:
 def _engine(config: AppConfig, capacity: Capacity) -> Iterator[tuple[str, str]]:
     options = config.engine_config
     ranks = f" x {options.tensor_parallel_size}" if options.tensor_parallel_size > 1 else ""
+    fp8 = "" if capacity.kv_cache_dtype == "auto" else f" (keys and values {capacity.kv_cache_dtype})"
     yield (
         "one engine",
-        f"{capacity.architecture} on {capacity.device}{ranks}, {capacity.dtype}, attention {capacity.backend}; "
+        f"{capacity.architecture} on {capacity.device}{ranks}, {capacity.dtype}{fp8}, attention {capacity.backend}; "
         f"context {capacity.max_model_len:,} tokens; at most {options.max_num_seqs} sequences and "
         f"{options.max_num_batched_tokens:,} tokens a step",
     )

@@ -55,8 +55,8 @@ class LayerShape:
 
     @property
     def key_bytes(self) -> int:
-        """Bytes of a key of one head, padded."""
-        return self.dim_padded * (1 if self.is_fp8 else self.element_size)
+        """Bytes of a key of one head, padded, as it is loaded; of float32 queries, as it is decoded to registers."""
+        return self.dim_padded * (1 if self.is_fp8 and self.element_size == 2 else self.element_size)
 
     @cached_property
     def keys_per_tile(self) -> int:
