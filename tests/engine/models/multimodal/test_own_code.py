@@ -18,13 +18,16 @@ from engine.models.checkpoint.checkpoint import open_checkpoint
 from engine.models.config.files.config_json import read_config_json
 from engine.models.config.files.hf_config import load_hf_config
 from engine.models.config.files.own_code import OWN_CODE
+from engine.sampling_params import SamplingParams
 from tests.engine.checkpoints import save_checkpoint
 from tests.engine.models.adapter import tiny_models
-from tests.engine.models.adapter.greedy_answers import check, make_prompts, oracle
+from tests.engine.models.adapter.greedy_answers import MAX_TOKENS, check, make_prompts, oracle
 from tests.engine.models.checkpoint.formats.quantised import is_linear
 from tests.engine.models.checkpoint.formats.test_fp8 import compressed, fp8_channel
 from tests.engine.models.decoder.latent.latent_families import build_latent_model
 from tests.engine.models.decoder.recurrent.recurrent_families import build_recurrent_model
+from tests.engine.oracle import answers, make_llm, oracle_beams, run
+from tests.engine.worker.test_tensor_parallel import ThreadRanks
 
 FILE = "model.safetensors"
 AUTO_MAP = {"auto_map": {"AutoConfig": "configuration.Config", "AutoModelForCausalLM": "modeling.Model"}}
@@ -161,6 +164,10 @@ PUBLISHED: dict[str, Published] = {
     ),
 }
 FEW = ("InternVL3-8B, InternVL3-78B of OpenGVLab", "MiniCPM-V-4_5", "Phi-4-multimodal-instruct")
+LONG_OR_EXHAUSTIVE = [
+    pytest.param(name, marks=pytest.mark.long if name in FEW else pytest.mark.exhaustive("names of further kinds"))
+    for name in PUBLISHED
+]
 CASES = [name if name in FEW else pytest.param(name, marks=pytest.mark.long) for name in PUBLISHED]
 
 
@@ -206,6 +213,22 @@ def test_greedy_tokens_equal_those_of_the_text_part(name: str, tmp_path: Path) -
     assert len({tuple(answer) for (answer,) in expected}) > 1, "the oracle's answers are too much alike"
     for model_impl in PUBLISHED[name].implementations:
         check(str(tmp_path / "whole"), (4, 7, True, 0.0), expected, model_impl=model_impl)
+
+
+@pytest.mark.parametrize("name", LONG_OR_EXHAUSTIVE)
+def test_beams_and_two_ranks_equal_those_of_the_text_part(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompts = save(name, tmp_path), make_prompts()
+    params = SamplingParams(beam_width=3, n=3, temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
+    llm = make_llm(str(tmp_path / "whole"), block_size=4, max_num_batched_tokens=16)
+    beams = [oracle_beams(model, prompt, params, [])[0] for prompt in prompts[:2]]
+    assert answers(run(llm, prompts[:2], params)) == beams
+    monkeypatch.setattr("engine.worker.worker_pool.RemoteRanks", ThreadRanks)
+    shared = make_llm(str(tmp_path / "whole"), tensor_parallel_size=2, num_blocks=32)
+    greedy = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
+    assert answers(run(shared, prompts, greedy)) == oracle(model, prompts)
+    shared.engine.close()
 
 
 def test_quantised_weights_have_their_published_names(tmp_path: Path) -> None:
