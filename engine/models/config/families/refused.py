@@ -56,6 +56,11 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
     "its tokens are bytes, which an encoder of its own joins to patches": ("BltForCausalLM",),
     "it may give logits for fewer tokens than it reads": ("Apertus1p5TextForCausalLM",),
     "each of its layers runs several times a token, with keys and values of its own each time": ("DoryForCausalLM",),
+    "its layers of cross-attention, which text alone leaves out, are not left out": (
+        "MllamaForCausalLM",
+        "MllamaForConditionalGeneration",
+    ),
+    "each token of its prompt attends to all the others, also to later ones": ("PaliGemmaForConditionalGeneration",),
     _ENCODER: (
         "BartForCausalLM",
         "BertGenerationDecoder",
@@ -135,18 +140,19 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
         "CohereCompassForCausalLM",
         "Emu3ForCausalLM",
         "EvollaForProteinText2Text",
+        "FastVlmForConditionalGeneration",
         "FuyuForCausalLM",
         "GitForCausalLM",
         "IdeficsForVisionText2Text",
         "MiniCPMOcrForConditionalGeneration",
         "MiniCPMV4_7ForConditionalGeneration",
-        "MllamaForCausalLM",
-        "MllamaForConditionalGeneration",
         "MoshiForCausalLM",
         "MusicgenForCausalLM",
         "MusicgenMelodyForCausalLM",
         "NemotronH_Omni_Reasoning_V3",
+        "PerceptionLMForConditionalGeneration",
         "Phi4MultimodalForCausalLM",
+        "Qwen3ASRForConditionalGeneration",
     ),
 }
 

@@ -42,7 +42,18 @@ PUBLISHED: dict[str, tuple[str, str, dict[str, Any], str]] = {
     ),
     "Kimi-K3": ("KimiK3ForConditionalGeneration", "kimi_k3", OWN_CODE, "its text part is not Kimi Linear"),
     "Llama-3_3-Nemotron-Super-49B": ("DeciLMForCausalLM", "nemotron-nas", OWN_CODE, NO_CLASS),
-    "Llama-3.2-11B-Vision-Instruct": ("MllamaForConditionalGeneration", "mllama", {}, NOT_COMPARED),
+    "Llama-3.2-11B-Vision-Instruct": (
+        "MllamaForConditionalGeneration",
+        "mllama",
+        {},
+        "its layers of cross-attention, which text alone leaves out, are not left out",
+    ),
+    "paligemma2-3b-mix-224": (
+        "PaliGemmaForConditionalGeneration",
+        "paligemma",
+        {},
+        "each token of its prompt attends to all the others, also to later ones",
+    ),
     "MiniMax-M3": ("MiniMaxM3ForCausalLM", "minimax_m3", {}, INDEXED),
     "MiniMax-M3-NVFP4": (
         "MiniMaxM3SparseForConditionalGeneration",
