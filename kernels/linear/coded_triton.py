@@ -47,12 +47,14 @@ class _Tile:
     max_registers: int | None = None
 
 
-# By the bytes of an activation: for few rows, and for any number. Measured on an H200. With float32 ptxas spills a few
+# By the bytes of an activation: for few rows, and for any number. Measured on an H200. With fewer outputs than 64
+# tensor cores get their older instructions, for which codes are read four at a time. With float32 ptxas spills a few
 # registers, so as to run more programs at a time, unless it is told how many a thread may have.
 _TILES = {
     2: (_Tile(16, 32, 2, 3, num_programs=1024), _Tile(64, 64, 4, 4, num_programs=256)),
     4: (_Tile(16, 64, 8, 2, num_programs=256, max_registers=200),) * 2,
 }
+_FEW_ROWS_AND_MINIMA = _Tile(16, 64, 4, 3, num_programs=1024)  # of 16 bits
 _MOST_PARTS = 8  # of a sum
 _INPUTS_OF_A_PART = 256  # at least
 _SUMMED = 1024  # outputs of a program that adds up parts
@@ -214,8 +216,8 @@ class CodedTritonLinear(nn.Module):
         if scratch is not None and scratch.dtype == rows.dtype:
             self._multiply_decoded(output, rows, scratch)
         else:
-            tile = _tile(rows, is_only_one=self.batch_invariant)
             for section, own in self._sections_and_outputs():
+                tile = _tile(rows, section, is_only_one=self.batch_invariant)
                 _multiply(output[:, own], rows, section, None if self.bias is None else self.bias[own], tile)
         return output.view(*x.shape[:-1], self.out_features)
 
@@ -256,11 +258,13 @@ class CodedTritonLinear(nn.Module):
             self(torch.zeros(num_rows, self.in_features, dtype=dtype, device=device))
 
 
-def _tile(rows: torch.Tensor, *, is_only_one: bool) -> _Tile:
+def _tile(rows: torch.Tensor, section: CodedSection, *, is_only_one: bool) -> _Tile:
     few, any_number = _TILES[rows.element_size()]
     if is_only_one:
         return replace(any_number, num_programs=0)
-    return few if len(rows) <= few.num_rows else any_number
+    if len(rows) > few.num_rows:
+        return any_number
+    return few if section.outer_minima is None or rows.element_size() == 4 else _FEW_ROWS_AND_MINIMA
 
 
 def _blocks_per_part(section: CodedSection, tile: _Tile) -> int:

@@ -67,8 +67,9 @@ def _all(layers: list[Any], rows: torch.Tensor) -> Callable[[], object]:
 def _tile(*sizes: int) -> Constants:
     from kernels.linear import coded_triton  # the part starts where there is no Triton, too
 
-    tiles = {2: (coded_triton._Tile(*sizes),) * 2}
-    return Constants({(coded_triton, "_TILES"): tiles} | _registers_for(2**30))
+    tile = coded_triton._Tile(*sizes)
+    tiles = {(coded_triton, "_TILES"): {2: (tile, tile)}, (coded_triton, "_FEW_ROWS_AND_MINIMA"): tile}
+    return Constants(tiles | _registers_for(2**30))
 
 
 def _decoded() -> Constants:
