@@ -55,15 +55,16 @@ class Tuning:
     def of(cls, kind: Literal["delta_rule", "row_decays", "scan"], key_dim: int, dtype: torch.dtype) -> Tuning:
         """Return sizes for keys of ``key_dim`` elements, with which the kernels spill no registers.
 
-        Those of Hopper were the fastest on an H200.
+        Those of Hopper were the fastest on an H200. Use no others whose kernels spill: one that did, with 4 warps and
+        one stage, read or wrote an illegal address there.
         """
         capability = 90 if knobs.runtime.interpret else triton.runtime.driver.active.get_current_target().arch
-        chunk_warps = 8 if kind == "row_decays" else 4
+        is_hopper = 90 <= capability < 100
+        if kind == "row_decays":
+            return cls(chunk=32, chunk_warps=4 if is_hopper else 8)
         if _padded(key_dim) > 128 or dtype == torch.float32 or capability < 90:
-            return cls(chunk=32, chunk_warps=chunk_warps)
-        if capability >= 100 or kind == "row_decays":
-            return cls(chunk_warps=chunk_warps)
-        return cls(num_warps=4) if kind == "delta_rule" else cls(num_stages=3)
+            return cls(chunk=32)
+        return cls(num_warps=4, num_stages=3) if is_hopper else cls()
 
 
 def delta_rule_of_prompts(
