@@ -94,9 +94,9 @@ loaded.
 Layers of Gemma 4 differ in the size and number of their heads, and the last ones of E2B and E4B read the keys and
 values of earlier ones. Their logits, tokens and beams are compared likewise (`tests/engine/models/decoder/gemma/`).
 
-On a GPU the recurrences of prompts in bfloat16 and float16 are computed in chunks of 64 tokens, as their papers do,
-whose products run on tensor cores with the state rounded to that dtype. At most 16 tokens of a sequence in a step, such
-as decodes and drafts, are computed one by one with the state in float32; so are prompts in float32 and with
+On a GPU the recurrences of prompts in bfloat16 and float16 are computed in chunks of 64 tokens (Kimi Linear: 32), as in
+their papers, with products on tensor cores and the state rounded to that dtype. At most 16 tokens of a sequence in a
+step, such as decodes and drafts, are computed one by one with the state in float32; so are prompts in float32 and with
 `engine.batch_invariant`, which takes several times as long. A prompt in chunks has the same bits whatever else the step
 computes. They may differ if it is split into other steps, resumes at a snapshot, or saves other snapshots on the way.
 
