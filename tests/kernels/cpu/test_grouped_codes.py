@@ -147,6 +147,7 @@ CASES = {
     "int4": of_packed(1184, 128, 4, "one"),
     "int4, odd columns": of_packed(1185, 37, 4, "one"),
     "int4, zero points": of_packed(3001, 64, 4, "each"),
+    "int4, groups of 17": of_packed(204, 17, 4, "each"),
     "int8 in words": of_packed(1030, 1030, 8, "none"),
     "int8 in words, zero points": of_packed(77, 10, 8, "of columns"),
     "int8": of_int8(515, 100),

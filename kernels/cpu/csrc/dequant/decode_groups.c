@@ -44,7 +44,7 @@ INLINE void decode_nibbles(void *output, bool is_bf16, const uint8_t *codes, int
             look_up_nibbles((bf16 *)output + done + LANES * i, codes + (start + done) / 2 + LANES / 2 * i, table,
                             is_high_first);
     }
-    if (done + LANES * vectors == count) return;
+    if (!done && LANES * vectors == count) return;
     float several[LANES];
     f32x16_store(several, numbers);
     decode_few(output, is_bf16, codes, start, min(done, count), several, is_high_first);
