@@ -59,7 +59,7 @@ class RoutingPolicy:
 
     def __init__(self, table: ReplicaTable) -> None:
         self._table = table
-        self._turn = 0
+        self._turn = -1  # the row that was chosen last of equals
 
     def choose(
         self,
@@ -139,8 +139,8 @@ class RoutingPolicy:
     def _in_turn(self, costs: _Floats) -> int:
         """Return one of the cheapest rows; equals take turns."""
         cheapest = (costs == costs[costs.argmin()]).nonzero()[0]
-        self._turn = (self._turn + 1) % len(costs)
-        return int(cheapest[np.searchsorted(cheapest, self._turn) % len(cheapest)])
+        self._turn = int(cheapest[np.searchsorted(cheapest, self._turn, "right") % len(cheapest)])
+        return self._turn
 
 
 def _most(num_blocks: HeldBlocks | Mapping[str, int]) -> int:

@@ -259,6 +259,7 @@ def test_the_choice_is_that_of_a_readable_policy(replicas: list[tuple[int, int, 
 def test_prompts_without_hashes_are_routed_by_load_and_equals_take_turns() -> None:
     view = make_view()
     assert Counter(first(view, []) for _ in range(40)) == dict.fromkeys("abcd", 10)
+    assert Counter(first(view, [], "ad") for _ in range(40)) == dict.fromkeys("ad", 20)  # rows between them take none
     for name, tokens in zip("abc", (20, 10, 30), strict=True):
         queue(view, name, tokens)
     decision = choose(view, "abc", [], 7, now=0.0)
