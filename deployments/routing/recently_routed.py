@@ -71,7 +71,7 @@ class RecentlyRouted:
             dispatch: refers to its entry afterwards. The entry does not refer to it, so that no prompt is kept here.
             decision: on which the choice of the replica was based.
             block_size: tokens per block.
-            knows_rates: whether a prefill rate of a replica is known; else the costs are no seconds.
+            knows_rates: whether a prefill rate of a replica is known; else the costs are not seconds.
         """
         if isinstance(returned := dispatch.routed, RoutedRequest) and returned in self._routed:
             self._routed.remove(returned)

@@ -51,7 +51,7 @@ class StoredKVScales:
         """Return the scales of the layers that have some, by index; a scale that is missing is 1.
 
         Raises:
-            ModelLoadError: if one cannot be read, or is no positive, finite number.
+            ModelLoadError: if one cannot be read, or is not a positive, finite number.
         """
         scales: dict[int, KVScales] = {}
         for name, tensor in self._tensors.items():
