@@ -62,7 +62,8 @@ class Tuning:
         is_hopper = 90 <= capability < 100
         if kind == "row_decays":
             return cls(chunk=32, chunk_warps=4 if is_hopper else 8)
-        if _padded(key_dim) > 128 or dtype == torch.float32 or capability < 90:
+        # From 120 on, GPUs have the tensor instructions of those before Hopper.
+        if _padded(key_dim) > 128 or dtype == torch.float32 or not 90 <= capability < 120:
             return cls(chunk=32)
         return cls(num_warps=4, num_stages=3) if is_hopper else cls()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -157,6 +158,20 @@ def test_any_batch(
     tokens = [small.tokens(prompt.length, 10 * i) for i, prompt in enumerate(batch)]
     tokens = [_adversarial(small, of_prompt, decay, beta) for of_prompt in tokens]
     assert max(_step_errors(small, batch, tokens)) <= 3 * TOLERANCES[torch.float32]
+
+
+@pytest.mark.parametrize("kind", ["delta_rule", "row_decays", "scan"])
+def test_consumers_gpus_have_one_size(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of compute capability 12.0 too, whose tensor instructions are those of 8.9: larger chunks spill registers."""
+    monkeypatch.setattr(prompts.knobs.runtime, "interpret", False)
+
+    def sizes(capability: int) -> Tuning:
+        target = SimpleNamespace(get_current_target=lambda: SimpleNamespace(arch=capability))
+        monkeypatch.setattr(prompts.triton.runtime.driver, "_active", target)
+        return Tuning.of(kind, 128, torch.bfloat16)
+
+    assert sizes(120) == sizes(121) == sizes(89)
+    assert sizes(120) != sizes(90)
 
 
 def test_states_leave_the_range_of_float16() -> None:
