@@ -4,7 +4,7 @@
     model.layers.0.self_attn.k_proj.k_scale        ModelOpt
     model.layers.0.self_attn.k_proj.output_scale   Quark, and older compressed-tensors
 
-Any scale is right for any text: it only moves what FP8 can represent. So of several for a tensor the largest is taken.
+Any scale is right for any text: it only moves what FP8 can represent. So of several for a layer the largest is taken.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -23,7 +23,8 @@ from engine.models.checkpoint.plain_tensor import PLAIN_DTYPES, read_plain
 
 __all__ = ["KVScales", "StoredKVScales"]
 
-_NAME = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:\w+\.)+?(?:(k|v|kv)_scale|(k|v)_proj\.output_scale)$")
+# The layers of multi-token prediction, mtp.layers, are not the model's.
+_NAME = re.compile(r"(?:^|(?<!mtp)\.)layers\.(\d+)\.(?:\w+\.)+?(?:(k|v|kv)_scale|(k|v)_proj\.output_scale)$")
 _FIELDS = {"k": ("key",), "v": ("value",), "kv": ("key", "value")}
 
 
@@ -53,14 +54,15 @@ class StoredKVScales:
         Raises:
             ModelLoadError: if one cannot be read, or is not a positive, finite number.
         """
-        scales: dict[int, KVScales] = {}
+        scales: dict[int, dict[str, float]] = {}
         for name, tensor in self._tensors.items():
             match = _NAME.search(name)
             assert match is not None
             layer, value = int(match[1]), self._read(name, tensor)
-            fields = dict.fromkeys(_FIELDS[match[2] or match[3]], value)
-            scales[layer] = replace(scales.get(layer, KVScales()), **fields)
-        return scales
+            of_layer = scales.setdefault(layer, {})
+            for field in _FIELDS[match[2] or match[3]]:
+                of_layer[field] = max(value, of_layer.get(field, 0.0))
+        return {layer: KVScales(**of_layer) for layer, of_layer in scales.items()}
 
     def _read(self, name: str, tensor: StoredTensor) -> float:
         where = f"the scale '{name}' of '{tensor.path}'"

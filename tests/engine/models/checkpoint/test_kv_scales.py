@@ -61,6 +61,15 @@ def test_a_scale_of_both_the_largest_of_several_and_none(tmp_path: Path) -> None
     assert read(save_with(tmp_path, tensors)) == {0: KVScales(0.5, 0.5), 1: KVScales(1.0, 0.75)}
 
 
+def test_the_largest_of_several_names_and_of_the_models_own_layers(tmp_path: Path) -> None:
+    tensors = {
+        LAYERS.format(0) + "k_proj.k_scale": torch.tensor(2.0),
+        LAYERS.format(0) + "k_proj.output_scale": torch.tensor(0.5),
+        "mtp.layers.0.self_attn.k_scale": torch.tensor(7.0),
+    }
+    assert read(save_with(tmp_path, tensors)) == {0: KVScales(2.0, 1.0)}
+
+
 @pytest.mark.parametrize("scale", [torch.tensor(0.0), torch.tensor(-1.0), torch.tensor(torch.nan), torch.tensor([])])
 def test_what_is_no_scale_is_an_error_only_where_it_is_read(scale: torch.Tensor, tmp_path: Path) -> None:
     path = save_with(tmp_path, {LAYERS.format(1) + "k_scale": scale})
