@@ -121,6 +121,7 @@ def test_experts_in_several_formats_are_dequantised(
     assert {"grouped_linear_kernel", "grouped_coded_linear_kernel"} <= set(gpu.launches.counts)
 
 
+@pytest.mark.exhaustive("what CI runs for linear layers, for experts")
 def test_no_number_of_tokens_compiles_a_kernel_of_experts(models: Models, gpu: Rehearsal) -> None:
     options = {"max_num_batched_tokens": 600, "max_num_seqs": 40, "enforce_eager": True}
     llm = start(gpu, models.path("qwen3-moe"), dtype="bfloat16", **options)

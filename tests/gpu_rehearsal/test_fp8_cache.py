@@ -33,7 +33,7 @@ def expected() -> dict[str, Any]:
     "options",
     [
         {},
-        {"async_scheduling": True},
+        pytest.param({"async_scheduling": True}, marks=pytest.mark.exhaustive("CI runs one step at a time")),
         pytest.param({"enforce_eager": True}, marks=pytest.mark.exhaustive("graphs have the same kernels in CI")),
     ],
     ids=str,

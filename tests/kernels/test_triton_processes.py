@@ -89,6 +89,9 @@ def test_linear_layers_on_codes_compile_for_gpus(tmp_path: Path, capabilities: l
         assert set(compiled) == {"coded_linear_kernel", "add_parts_kernel", "decode_kernel"}
 
 
+@pytest.mark.exhaustive(
+    "half a minute of compilation; CI compiles the linear layers on codes, which share the decoding"
+)
 def test_experts_on_codes_compile_for_gpus(tmp_path: Path, capabilities: list[int]) -> None:
     part = ["few"] if len(capabilities) == 1 else []
     for compiled in _compile(tmp_path, capabilities, "variants", *part, "coded_experts"):

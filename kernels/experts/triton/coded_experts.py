@@ -36,7 +36,7 @@ class _Tile:
 # By the bytes of an activation and the rows of a tile. Linear layers on codes are slower with more rows on an H200.
 # ptxas spills a few registers, so as to run more programs at a time, unless it is told how many it may use. In float32,
 # without tensor cores, a thread keeps whole rows of a tile, and has none left for further stages.
-_FLOAT32 = _Tile(32, 8, 1, max_registers=255)
+_FLOAT32 = _Tile(16, 8, 1, max_registers=255)
 _TILES = {
     2: {16: _Tile(64, 4, 3), TILE_ROWS: _Tile(64, 4, 4, max_registers=255)},
     4: {16: _FLOAT32, TILE_ROWS: _FLOAT32},

@@ -140,6 +140,7 @@ def results_of_finished(directory: Path) -> list[dict[str, Any]]:
     return results_of(directory)
 
 
+@pytest.mark.exhaustive("a minute: CI runs the job on JSONL")
 def test_parquet_and_several_files(tmp_path: Path, config: Path, expected: list[dict[str, Any]]) -> None:
     """Rows whose body is a struct, or JSON; without a method and an endpoint for chats, the default one."""
     source = tmp_path / "parquet"
