@@ -52,7 +52,7 @@ class PlantedDraftModel:
 
 
 def biased_requests(streams: int, prompt_tokens: int, num_tokens: int, vocab_size: int) -> list[EngineRequest]:
-    """Return requests with prompts of random tokens, each of which has an answer of one token, repeated."""
+    """Return requests with prompts of random tokens; an answer repeats one token."""
     rng = random.Random(streams)
     ids = range(VOCABULARY[0], min(VOCABULARY[1], vocab_size))
     return [

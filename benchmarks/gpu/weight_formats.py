@@ -38,7 +38,7 @@ class WeightFormat:
 
     Attributes:
         bytes_per_weight: with its scales.
-        split: returns the tensors of a weight of so many outputs and inputs, by the ends of their names.
+        split: returns the tensors of a weight [outputs, inputs], by the ends of their names.
         config: entries of config.json.
     """
 

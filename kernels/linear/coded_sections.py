@@ -65,7 +65,7 @@ class CodedLayout:
 
     @property
     def num_parts(self) -> int:
-        """Parts of an output, with those that fill its last block; so many rows have inner factors."""
+        """Parts of an output, with those that fill its last block: the number of rows of inner factors."""
         return self.num_blocks * self.per_byte
 
     @property

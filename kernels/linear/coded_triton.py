@@ -58,7 +58,7 @@ _FEW_ROWS_AND_MINIMA = _Tile(16, 64, 4, 3, num_programs=1024)  # of 16 bits
 _MOST_PARTS = 8  # of a sum
 _INPUTS_OF_A_PART = 256  # at least
 _SUMMED = 1024  # outputs of a program that adds up parts
-# Rows up to which weights are decoded in registers, for each tile anew; for more they are decoded into memory. Of parts
+# Rows up to which each tile decodes weights in registers; for more rows they are decoded into memory. Of parts
 # with fewer inputs, which have more scales, a second tile takes longer on an H200 than decoding into memory.
 _ROWS_IN_REGISTERS = 128
 _ROWS_IN_REGISTERS_OF_SMALL_PARTS = 64

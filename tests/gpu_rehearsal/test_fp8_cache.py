@@ -75,7 +75,7 @@ def test_the_checkpoints_scales(with_scales_expected: tuple[str, Any], gpu: Rehe
 
 @pytest.fixture(params=["mistral", "qwen2"])
 def windowed(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Any]:
-    """A model whose layers have a window, and one of which a layer has one; and the CPU's answers."""
+    """A model with a window in all layers, and one with a window in one layer; and the CPU's answers."""
     path = save_checkpoint(build_model(request.param, vocab_size=VOCAB_SIZE), tmp_path)
     return path, answers(rounded_answers(monkeypatch, path, SCENARIO, skip_tokenizer_init=True))
 

@@ -77,7 +77,7 @@ def _decoded() -> Constants:
 
 
 def _registers_for(num_rows: int) -> dict[tuple[Any, str], Any]:
-    """Return the constants that let at most so many rows be multiplied with weights that are decoded in registers."""
+    """Return the constants that decode weights in registers for at most ``num_rows`` rows."""
     from kernels.linear import coded_triton
 
     names = ("_ROWS_IN_REGISTERS", "_ROWS_IN_REGISTERS_OF_SMALL_PARTS")

@@ -49,7 +49,7 @@ class PassTokens:
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk]) -> PassTokens:
-        """Return the tokens of chunks, of which those of one token come first."""
+        """Return the tokens of chunks; chunks of one token come first."""
         return cls(
             np.array([token_id for chunk in chunks for token_id in chunk.token_ids], dtype=np.int64),
             np.concatenate([chunk.positions for chunk in chunks]),

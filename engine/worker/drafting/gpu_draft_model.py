@@ -65,7 +65,7 @@ class GpuDraftModel(ChunkedDraftModel):
 
     @torch.inference_mode()
     def _fill(self, chunks: list[Chunk]) -> list[tuple[int, float]]:
-        """Queue a pass. Nobody waits for it, so its time is not known."""
+        """Queue a pass. The host does not wait for it, so its time is not known."""
         use_device(self._device)
         chunks = sorted(chunks, key=lambda chunk: chunk.num_tokens > 1)
         try:

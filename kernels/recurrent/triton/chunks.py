@@ -1,7 +1,7 @@
 """What the kernels that compute prompts in chunks share: where chunks begin, their decays, products and inverses.
 
 A sequence's tokens of a step are cut after each token whose state is saved; each part is cut into chunks of CHUNK
-tokens, the last of which may be shorter. So a state that is saved is always that at the end of a chunk:
+tokens, and its last chunk may be shorter. So a saved state is always the state at the end of a chunk:
 
     tokens of a sequence   [ a a a a a a a a a a a a ]      CHUNK is 4, the state after the seventh token is saved
     chunks                 [ 0 0 0 0|1 1 1|2 2 2 2|3 ]
@@ -131,7 +131,7 @@ def reciprocal_norms(vectors, eps):
 
 @triton.jit
 def bounded(decay):
-    """Return decays of tokens, none of which leaves less than e^-100."""
+    """Return decays of tokens; each leaves at least e^-100."""
     return tl.maximum(decay, _MOST_DECAY)
 
 

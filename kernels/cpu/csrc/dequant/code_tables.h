@@ -40,7 +40,7 @@ INLINE void look_up_nibbles(bf16 *to, const uint8_t *octets, u16x16 table, bool 
 #endif
 }
 
-/* The numbers of the 32 codes of 16 bytes, of which the first 16 have their table, and the others theirs. */
+/* The numbers of the 32 codes of 16 bytes; the first 16 have one table, and the others another. */
 INLINE u32x16 look_up_pairs(const uint8_t *octets, u16x16 first, u16x16 second, bool is_high_first) {
 #if defined(__AVX512BW__)
     /* Each byte becomes a pair of indices. Of an index five bits count: the code, and which table. */

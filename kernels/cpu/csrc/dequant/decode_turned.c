@@ -1,6 +1,6 @@
-/* A tile is 128 rows of 128 codes. Codes are turned as words of eight, and looked up for 16 rows at once, each of which
- * has its scale in a lane. So nothing that is wider than a code is turned. What is written of a row of the output is
- * four lines of the cache, and the next tile writes those that follow. */
+/* A tile is 128 rows of 128 codes. Codes are turned as words of eight, and looked up for 16 rows at once, one scale a
+ * lane. So nothing that is wider than a code is turned. A tile writes four cache lines of each row of the output, and
+ * the next tile writes the lines that follow. */
 #include "dequant/decode_turned.h"
 
 #include <stdbool.h>
