@@ -1,12 +1,13 @@
 /* A tile is at most 128 inputs of 128 outputs. Its words are turned, so that a word has neighbouring inputs of one output, and
- * its codes are looked up while they are in the first cache. Tiles of the same outputs follow each other: their numbers
- * are neighbours in memory, so the lines that are written stay in a cache until they are full. */
+ * its codes are looked up while they are in the first cache. Whole lines are written, and tiles of
+ * the same outputs follow each other: their lines are neighbours in memory. */
 #include "dequant/decode_by_inputs.h"
 
 #include "dequant/code_tables.h"
 #include "dequant/store_rounded.h"
 #include "dequant/turn_nibbles.h"
 #include "runtime/integers.h"
+#include "runtime/stream.h"
 
 enum { TILE = 128, PIECE = 2 * LANES, PIECES = TILE / PIECE }; /* codes of a piece are looked up at once */
 
@@ -28,8 +29,7 @@ INLINE void decode_codes(const pagoda_codes_by_inputs *weight, const tile *own, 
         int64_t index = first + own->groups[i];
         if (i == 0 || own->groups[i] != own->groups[i - 1])
             numbers = bf16_exact((codes - weight->zeros[index]) * weight->scales[index]);
-        u32x16 pairs = look_up_pairs(octets, numbers, numbers, false);
-        memcpy(to + i * PIECE, &pairs, sizeof pairs);
+        stream_store(to + i * PIECE, look_up_pairs(octets, numbers, numbers, false));
     }
 }
 
@@ -88,5 +88,6 @@ int32_t pagoda_decode_by_inputs(const pagoda_codes_by_inputs *weight) {
             for (int i = 0; i < own.num_pieces; i++) own.groups[i] = (column + i * PIECE) / weight->group_size;
             decode_tile(weight, &own);
         }
+    stream_end();
     return 1;
 }

@@ -6,6 +6,7 @@
 #include <stdbool.h>
 
 #include "runtime/integers.h"
+#include "runtime/stream.h"
 #include "runtime/vector.h"
 
 enum { GROUP = 32, PAIR = 2 * LANES, TILE = 128, WORDS = GROUP / 8 };
@@ -37,11 +38,11 @@ INLINE f32x16 look_up_codes(const float *table, u32x16 codes) {
 INLINE void store_pair(uint16_t *to, f32x16 low, f32x16 high) {
 #if defined(__AVX512BF16__)
     __m512bh both = _mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
-    memcpy(to, &both, sizeof both);
+    stream_store(to, (u32x16)both);
 #else
     u16x16 halves[2] = {__builtin_convertvector(bf16_round(low), u16x16),
                         __builtin_convertvector(bf16_round(high), u16x16)};
-    memcpy(to, halves, sizeof halves);
+    stream_store(to, u32x16_load(halves));
 #endif
 }
 
@@ -98,5 +99,6 @@ int32_t pagoda_decode_turned(uint16_t *to, int64_t to_stride, const uint8_t *cod
                     own.scales[group][i] = scale_table[scales[(row + i) * num_groups + first + group]];
             decode_tile(&own, table);
         }
+    stream_end();
     return 1;
 }
