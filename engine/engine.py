@@ -34,6 +34,7 @@ from engine.sequence import Sequence, SequenceGroup
 from engine.structured_outputs.compiler import GrammarCompiler
 from engine.structured_outputs.grammar import Grammar
 from engine.structured_outputs.service import GrammarService
+from engine.worker.ranks.rank_hosts import RankHosts
 from engine.worker.runner import Runner, StepInFlight
 
 __all__ = ["Engine"]
@@ -111,8 +112,15 @@ class Engine:
         config: EngineConfig,
         sink: MetricSink | None = None,
         on_kv_events: Callable[[KVEventBatch], None] | None = None,
+        hosts: RankHosts | None = None,
     ) -> Engine:
         """Load the model and build the engine around it.
+
+        Args:
+            config: its options.
+            sink: of its metrics.
+            on_kv_events: takes the changes of the prefix cache after each step.
+            hosts: where tensor-parallel ranks run; None: all on this host.
 
         Raises:
             ConfigError, ModelLoadError: as the ModelRunner does.
@@ -122,7 +130,7 @@ class Engine:
         started = perf_counter()
         from engine.worker.model_runner import ModelRunner  # imports torch
 
-        engine = cls(config, ModelRunner(config), sink, on_kv_events)
+        engine = cls(config, ModelRunner(config, hosts), sink, on_kv_events)
         logger.info("init engine took %.2f seconds", perf_counter() - started)
         return engine
 

@@ -9,7 +9,7 @@ The scheme is Megatron-LM's (Shoeybi et al., 2019). A layer needs two sums, and 
 
 The object is passed explicitly. It has its own process group and leaves torch's default one alone. So several engines
 can share a process with each other and with other users of torch.distributed. No port is fixed: gloo and NCCL take free
-ones and exchange them through a file in a private directory.
+ones and exchange them through a file in a private directory, or through a store of rank 0 for ranks on several hosts.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import FileStore, ProcessGroupGloo
+from torch._C._distributed_c10d import FileStore, ProcessGroupGloo, Store, TCPStore
 
 __all__ = ["TensorParallel"]
 
 # For ranks that hang: the death of a rank is noticed at once.
 _TIMEOUT = timedelta(seconds=120)
+_LOOPBACK = "127.0.0.1"
+_TCP = "tcp://"
 
 
 class TensorParallel:
@@ -37,14 +39,24 @@ class TensorParallel:
         self._group = group
 
     @classmethod
-    def join(cls, rank: int, size: int, device: torch.device, rendezvous: str) -> TensorParallel:
-        """Join the other ranks, all on this host, through the file ``rendezvous``; returns when all have joined."""
+    def join(cls, rank: int, size: int, device: torch.device, rendezvous: str, host: str = "") -> TensorParallel:
+        """Join the other ranks; returns when all have joined.
+
+        Args:
+            rank: this one.
+            size: the number of ranks.
+            device: on which the tensors are.
+            rendezvous: a file that all ranks on one host see, or ``tcp://host:port`` of a store for several hosts.
+            host: the address of this host, which the others reach; empty: all ranks are on it.
+        """
         if size == 1:
             return cls()
-        store = FileStore(rendezvous, size)
+        store = _store(rendezvous, size)
         store.set_timeout(_TIMEOUT)
-        make_group = _nccl_group if device.type == "cuda" else _gloo_group
-        parallel = cls(rank, size, make_group(store, rank, size))
+        if device.type == "cuda":
+            parallel = cls(rank, size, _nccl_group(store, rank, size))
+        else:
+            parallel = cls(rank, size, _gloo_group(store, rank, size, host or _LOOPBACK))
         parallel.all_reduce(torch.zeros(1, device=device))  # NCCL connects only now
         return parallel
 
@@ -69,16 +81,23 @@ class TensorParallel:
             group.abort()
 
 
-def _gloo_group(store: FileStore, rank: int, size: int) -> Any:
+def _store(rendezvous: str, size: int) -> Store:
+    if not rendezvous.startswith(_TCP):
+        return FileStore(rendezvous, size)
+    host, _, port = rendezvous.removeprefix(_TCP).rpartition(":")
+    return TCPStore(host, int(port), timeout=_TIMEOUT)
+
+
+def _gloo_group(store: Store, rank: int, size: int, host: str) -> Any:
     # torch's public constructor would resolve the host's name, which may be another machine's.
     gloo: Any = ProcessGroupGloo
     options = gloo._Options()
-    options._devices = [gloo.create_device(hostname="127.0.0.1")]
+    options._devices = [gloo.create_device(hostname=host)]
     options._timeout = _TIMEOUT
     return gloo(store, rank, size, options)
 
 
-def _nccl_group(store: FileStore, rank: int, size: int) -> Any:
+def _nccl_group(store: Store, rank: int, size: int) -> Any:
     from torch._C._distributed_c10d import ProcessGroupNCCL  # absent from torch's builds for the CPU
 
     options = ProcessGroupNCCL.Options()

@@ -19,8 +19,10 @@ _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the 
 _TRITON_VARIABLES = ("TRITON_HOME", "TRITON_CACHE_DIR")
 
 
-def resolve_device(config: EngineConfig, rank: int) -> torch.device:
+def resolve_device(config: EngineConfig, rank: int | None) -> torch.device:
     """Return a rank's device: ``auto`` is a GPU if there is one, and each rank has a GPU of its own.
+
+    ``rank`` is its number among those that share this host's GPUs; None: it is alone, whatever number it has.
 
     A GPU always has an index, because ``torch.cuda.set_device`` refuses a device without one. ``cuda`` alone is the
     calling thread's current GPU. The first call for a GPU also configures torch's allocator: see below.
@@ -28,7 +30,7 @@ def resolve_device(config: EngineConfig, rank: int) -> torch.device:
     Raises:
         ConfigError: if the config asks for GPUs and there are none, fewer than ranks, or not the one that it names.
     """
-    name, size = config.device, config.tensor_parallel_size
+    name, size = config.device, 1 if rank is None else config.tensor_parallel_size
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -40,7 +42,7 @@ def resolve_device(config: EngineConfig, rank: int) -> torch.device:
         raise ConfigError(f"tensor_parallel_size={size} exceeds the {torch.cuda.device_count()} GPUs here; lower it")
     _use_expandable_segments()
     _choose_triton_home()
-    if size > 1:
+    if rank is not None and size > 1:
         return torch.device("cuda", rank)
     index = torch.device("cuda" if name == "auto" else name).index
     if index is not None and index >= torch.cuda.device_count():
@@ -82,15 +84,15 @@ def default_num_threads() -> int:
     return threads if os.environ.get("OMP_NUM_THREADS") else min(threads, available_cpus())
 
 
-def set_rank_threads(config: EngineConfig, rank: int, *, has_cpu_kernels: bool) -> None:
-    """Limit torch and the CPU kernels to this rank's share of the threads.
+def set_rank_threads(config: EngineConfig, rank: int, *, has_cpu_kernels: bool, is_alone: bool = False) -> None:
+    """Limit torch and the CPU kernels to this rank's share of the threads; to all if it is alone on its host.
 
-    Without ``num_threads``, the ranks other than 0 start with their share already: see ``rank_process``.
+    Without ``num_threads``, the ranks other than 0 start with their share already: see ``RemoteRanks``.
     """
     threads = config.num_threads or default_num_threads()
     if threads < torch.get_num_threads():  # which knows no quota
         torch.set_num_threads(threads)
-    if config.num_threads is not None or rank == 0:
+    if not is_alone and (config.num_threads is not None or rank == 0):
         threads = max(1, threads // config.tensor_parallel_size)
     if config.num_threads is not None:
         torch.set_num_threads(threads)

@@ -33,6 +33,7 @@ from engine.worker.drafting.cpu_draft_model import CpuDraftModel
 from engine.worker.drafting.gpu_draft_model import GpuDraftModel
 from engine.worker.drafting.prefix_marks import HostPrefixMarks
 from engine.worker.memory import host_pools_for, pools_of_blocks
+from engine.worker.ranks.rank_hosts import RankHosts
 from engine.worker.step_planner import StepPlanner
 from engine.worker.step_timer import StepTimer
 from engine.worker.worker_pool import WorkerPool
@@ -50,6 +51,10 @@ logger = logging.getLogger(__name__)
 class ModelRunner:
     """One model with its KV cache, on one or several tensor-parallel ranks.
 
+    Args:
+        config: options of the engine.
+        hosts: where the ranks run; None: all on this host.
+
     Attributes:
         draft_model: the draft model; None if the config has none.
 
@@ -59,10 +64,17 @@ class ModelRunner:
         EngineDeadError: if a rank dies while it loads.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, hosts: RankHosts | None = None) -> None:
         self.config = config
+        if hosts is not None and hosts.own_address and self._shares_host_pools:
+            raise ConfigError(
+                "needs all ranks on one host, whose memory they share",
+                param="disk_cache_path" if config.disk_cache_path else "kv_transfer",
+                value=config.disk_cache_path or config.kv_transfer,
+                remedy="turn it off, or place all ranks on one host",
+            )
         started = perf_counter()
-        self.workers = WorkerPool(config)
+        self.workers = WorkerPool(config, hosts)
         worker, shard = self.workers.local, self.workers.local.shard
         size = shard.weight_bytes * config.tensor_parallel_size / 2**30
         logger.info("Model loading took %.2f GiB and %.2f seconds", size, perf_counter() - started)

@@ -60,6 +60,11 @@ PROMPT_LOGITS_AT_ONCE = 64  # float32 logits of a whole prompt would take gigaby
 class ModelShard:
     """A rank's shard. The constructor checks the config against the model and loads no weights.
 
+    Args:
+        config: options of the engine.
+        rank: this one.
+        is_alone: on its host, and so has its own first GPU; else the ranks share the host's GPUs.
+
     Attributes:
         model: the model, after ``load``.
         kv_cache_dtype: of keys and values.
@@ -72,10 +77,10 @@ class ModelShard:
 
     model: Decoder | CpuDecoder | TransformersDecoder
 
-    def __init__(self, config: EngineConfig, rank: int) -> None:
+    def __init__(self, config: EngineConfig, rank: int, *, is_alone: bool = False) -> None:
         self.config = config
         self.rank = rank
-        self.device = resolve_device(config, rank)
+        self.device = resolve_device(config, None if is_alone else rank)
         self.hf_config = load_hf_config(config.model)
         self.model_config = read_shape(self.hf_config, config.model_impl, config.tensor_parallel_size)
         self.dtype = self._choose_dtype()

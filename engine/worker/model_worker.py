@@ -38,6 +38,11 @@ logger = logging.getLogger(__name__)
 class ModelWorker:
     """A rank's model and KV cache. The constructor checks the config against the model and loads no weights.
 
+    Args:
+        config: options of the engine.
+        rank: this one.
+        host: the address of this host if each rank has one of its own; empty: all ranks share this host.
+
     Attributes:
         shard: the rank's part of the model, which ``load`` loads.
         graphs: the CUDA graphs of small steps.
@@ -55,17 +60,18 @@ class ModelWorker:
     block_tables: BlockTables
     page_maps: list[PageMap]
 
-    def __init__(self, config: EngineConfig, rank: int = 0) -> None:
+    def __init__(self, config: EngineConfig, rank: int = 0, host: str = "") -> None:
         self.config = config
         self.rank = rank
-        self.shard = ModelShard(config, rank)
+        self._host = host
+        self.shard = ModelShard(config, rank, is_alone=bool(host))
         self.graphs = StepGraphs(self.shard)
         self.draft_passes: DraftPasses | None = None
         self._parallel = TensorParallel()
         self._graph_bytes = 0
 
     def load(self, rendezvous: str) -> None:
-        """Join the other ranks at the file ``rendezvous`` and load this rank's shard of the weights.
+        """Join the other ranks at ``rendezvous``, see TensorParallel.join, and load this rank's shard of the weights.
 
         Raises:
             ModelLoadError: if the checkpoint cannot be served.
@@ -73,8 +79,10 @@ class ModelWorker:
         device = self.shard.device
         use_device(device)
         if device.type == "cpu":
-            set_rank_threads(self.config, self.rank, has_cpu_kernels=self.shard.backend.uses_cpu_kernels)
-        self._parallel = TensorParallel.join(self.rank, self.config.tensor_parallel_size, device, rendezvous)
+            has_kernels = self.shard.backend.uses_cpu_kernels
+            set_rank_threads(self.config, self.rank, has_cpu_kernels=has_kernels, is_alone=bool(self._host))
+        size = self.config.tensor_parallel_size
+        self._parallel = TensorParallel.join(self.rank, size, device, rendezvous, self._host)
         self.shard.load(self._parallel)
 
     def abort(self) -> None:

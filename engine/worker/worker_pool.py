@@ -10,7 +10,9 @@ import torch
 
 from engine.config import EngineConfig
 from engine.worker.model_worker import ModelWorker
-from engine.worker.remote_ranks import RemoteRanks
+from engine.worker.ranks.one_host import OneHost
+from engine.worker.ranks.rank_hosts import RankHosts
+from engine.worker.ranks.remote_ranks import RemoteRanks
 from engine.worker.step_plan import StepPlan
 from kernels.device_copy import wait_for_device
 
@@ -20,18 +22,26 @@ __all__ = ["WorkerPool"]
 class WorkerPool:
     """Every rank's loaded ModelWorker. The other ranks end with this object, at the latest with the interpreter.
 
+    Args:
+        config: options of the engine.
+        hosts: where the other ranks run; None: all on this host. It is closed with this object.
+
     Raises:
         ConfigError, ModelLoadError: as ModelWorker does, on any rank.
         EngineDeadError: if a rank dies while it loads.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        self.local = ModelWorker(config)  # raises most config errors, before any process has started
+    def __init__(self, config: EngineConfig, hosts: RankHosts | None = None) -> None:
+        own_address = "" if hosts is None else hosts.own_address
+        self.local = ModelWorker(config, host=own_address)  # raises most config errors, before any process has started
         self._ranks: RemoteRanks | None = None
-        if config.tensor_parallel_size > 1:
-            self._ranks = RemoteRanks(config, abort=self.local.abort)
-            self._close_ranks = weakref.finalize(self, self._ranks.close)
-        self.call("load", "" if self._ranks is None else self._ranks.rendezvous)
+        if config.tensor_parallel_size == 1:
+            self.call("load", "")
+            return
+        hosts = hosts or OneHost()
+        self._ranks = RemoteRanks(config, hosts, abort=self.local.abort)
+        self._close_ranks = weakref.finalize(self, self._ranks.close)
+        self.call("load", hosts.rendezvous)
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Call a method of every worker at the same time; return the results in the order of the ranks."""

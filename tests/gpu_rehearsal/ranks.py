@@ -6,9 +6,7 @@ an error on every rank.
 
 from __future__ import annotations
 
-import os
 import pickle
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +20,7 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError
 from engine.worker.model_worker import ModelWorker
+from engine.worker.ranks.rank_hosts import RankHosts
 from tests.gpu_rehearsal.code_lines import caller_line
 from tests.gpu_rehearsal.device_tensor import DeviceTensor
 from tests.gpu_rehearsal.kernel_contracts import plain
@@ -114,10 +113,9 @@ def make_process_group(machine: Machine) -> type:
 class ThreadRanks:
     """RemoteRanks, with a thread for each rank. Messages are pickled, so they can hold no tensor of a GPU."""
 
-    def __init__(self, config: EngineConfig, abort: Callable[[], None]) -> None:
+    def __init__(self, config: EngineConfig, hosts: RankHosts, abort: Callable[[], None]) -> None:
         size = config.tensor_parallel_size
-        self._directory = tempfile.TemporaryDirectory()
-        self.rendezvous = os.path.join(self._directory.name, "store")
+        self._hosts = hosts
         self._abort = abort
         self._calls: list[SimpleQueue[bytes | None]] = [SimpleQueue() for _ in range(1, size)]
         self._replies: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
@@ -175,4 +173,4 @@ class ThreadRanks:
             calls.put(None)
         for thread in self._threads:
             thread.join(_SECONDS)
-        self._directory.cleanup()
+        self._hosts.close()

@@ -8,7 +8,7 @@ The bugs of nano-vllm that do not concern scheduling are tested elsewhere:
 - only one EOS id is read: ``test_generation.test_every_eos_id_of_generation_config_ends_the_answer``
 - temperature 0 is refused: ``test_sampling_params.test_temperature_zero_is_greedy_and_not_refused``
 - unknown options are dropped: ``test_config.test_a_bad_option_is_refused``, ``test_llm``
-- a fixed port and shared-memory name: ``test_rank_processes.test_two_engines_at_once_do_not_collide``
+- a fixed port and shared-memory name: ``ranks.test_rank_processes.test_two_engines_at_once_do_not_collide``
 - CUDA-graph buckets that miss max_num_seqs: ``test_batch_graphs.test_the_sizes_end_with_max_num_seqs``
 """
 

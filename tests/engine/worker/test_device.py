@@ -35,10 +35,17 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize(
     ("name", "size", "rank", "index"),
-    [("auto", 1, 0, 2), ("cuda", 1, 0, 2), ("cuda:0", 1, 0, 0), ("cuda:3", 1, 0, 3), ("auto", 4, 3, 3)],
+    [
+        ("auto", 1, 0, 2),
+        ("cuda", 1, 0, 2),
+        ("cuda:0", 1, 0, 0),
+        ("cuda:3", 1, 0, 3),
+        ("auto", 4, 3, 3),
+        ("auto", 4, None, 2),
+    ],
 )
 def test_a_gpu_has_an_index_and_can_be_made_current(
-    four_gpus: list[int], name: str, size: int, rank: int, index: int
+    four_gpus: list[int], name: str, size: int, rank: int | None, index: int
 ) -> None:
     device = resolve_device(EngineConfig(model="m", device=name, tensor_parallel_size=size), rank)
     assert device == torch.device("cuda", index)
@@ -139,3 +146,13 @@ def test_a_users_own_number_of_threads_stays(eight_torch_threads: list[int], mon
     monkeypatch.delenv("OMP_NUM_THREADS")
     set_rank_threads(EngineConfig(model="m", device="cpu", num_threads=6), 0, has_cpu_kernels=False)
     assert eight_torch_threads[-1] == 6
+
+
+@pytest.mark.parametrize(("is_alone", "expected"), [(False, 2), (True, 8)])
+def test_a_rank_that_is_alone_on_its_host_has_all_of_its_threads(
+    eight_torch_threads: list[int], is_alone: bool, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_module, "available_cpus", lambda: 64)
+    config = EngineConfig(model="m", device="cpu", num_threads=8, tensor_parallel_size=4)
+    set_rank_threads(config, 3, has_cpu_kernels=False, is_alone=is_alone)
+    assert eight_torch_threads[-1] == expected

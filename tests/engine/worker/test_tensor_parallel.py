@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -26,6 +24,7 @@ from engine.models.config.model_config import ModelConfig
 from engine.models.decoder.decoder import Decoder
 from engine.sampling_params import SamplingParams
 from engine.worker.model_worker import ModelWorker
+from engine.worker.ranks.rank_hosts import RankHosts
 from tests.engine.checkpoints import EXPERT_FAMILIES, FAMILIES, build_model
 from tests.engine.models.decoder.dense_families import DENSE_FAMILIES
 from tests.engine.worker.parallel_answers import KV_HEADS, OPTIONS, answer, check_equal, make_prompts
@@ -35,9 +34,8 @@ from tests.waiting import HANG_S
 class ThreadRanks:
     """RemoteRanks without processes, which take seconds to start: each rank is a thread with a worker of its own."""
 
-    def __init__(self, config: EngineConfig, abort: Callable[[], None]) -> None:
-        self.directory = tempfile.TemporaryDirectory()
-        self.rendezvous = os.path.join(self.directory.name, "store")
+    def __init__(self, config: EngineConfig, hosts: RankHosts, abort: Callable[[], None]) -> None:
+        self.hosts = hosts
         self.calls: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(1, config.tensor_parallel_size)]
         self.replies: list[SimpleQueue[Any]] = [SimpleQueue() for _ in self.calls]
         self.workers = [ModelWorker(config, number) for number in range(1, config.tensor_parallel_size)]
@@ -71,7 +69,7 @@ class ThreadRanks:
         self.send(None)
         for thread in self.threads:
             thread.join()
-        self.directory.cleanup()
+        self.hosts.close()
 
 
 @pytest.fixture

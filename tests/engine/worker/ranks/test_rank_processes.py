@@ -23,7 +23,7 @@ from engine.errors import EngineDeadError, ModelLoadError
 from engine.llm import LLM
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
-from engine.worker import rank_process
+from engine.worker.ranks import rank_process
 from tests.engine.async_streams import stream
 from tests.engine.worker.parallel_answers import OPTIONS, Answers, answer, check_equal
 from tests.waiting import HANG_S, until
@@ -39,7 +39,7 @@ def rank_processes(parent: int | None = None) -> dict[int, int]:
             argv = (directory / "cmdline").read_bytes().split(b"\0")
         except OSError:  # it has just ended
             continue
-        if b"engine.worker.rank_process" in argv and int(argv[-3]) == (parent or os.getpid()):
+        if b"engine.worker.ranks.rank_process" in argv and int(argv[-3]) == (parent or os.getpid()):
             seen[int(argv[-5])] = int(directory.name)
     return seen
 

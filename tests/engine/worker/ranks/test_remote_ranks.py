@@ -12,26 +12,44 @@ from typing import Any
 import pytest
 
 from engine.errors import EngineDeadError, ModelLoadError, PagodaError
-from engine.worker import remote_ranks
-from engine.worker.remote_ranks import RankFailure, RemoteRanks, _Rank
+from engine.worker.ranks import remote_ranks
+from engine.worker.ranks.rank_hosts import Rank
+from engine.worker.ranks.remote_ranks import RankFailure, RemoteRanks
 from tests.waiting import HANG_S, until
 
 COLLECTIVE = RankFailure("RuntimeError: Connection closed by peer", None, "a traceback")
 
 
-class IdleRanks(RemoteRanks):
+class IdleHosts:
     """Ranks whose ends of the connections the test has, by number."""
 
-    def __init__(self, size: int) -> None:
-        self.ends: dict[int, Connection] = {}
-        config: Any = SimpleNamespace(tensor_parallel_size=size)
-        super().__init__(config, lambda: None)
+    own_address = rendezvous = ""
 
-    def _start(self, number: int) -> _Rank:
+    def __init__(self) -> None:
+        self.ends: dict[int, Connection] = {}
+
+    def start(self, size: int) -> list[Rank]:
+        return [self._start(number) for number in range(1, size)]
+
+    def _start(self, number: int) -> Rank:
         ours, theirs = socket.socketpair()
         self.ends[number] = Connection(theirs.detach())
         self.ends[number].send((None, None))  # it has started
-        return _Rank(number, subprocess.Popen(["sleep", str(10 * HANG_S)]), Connection(ours.detach()))
+        return Rank(number, subprocess.Popen(["sleep", str(10 * HANG_S)]), Connection(ours.detach()))
+
+    def close(self) -> None:
+        for end in self.ends.values():
+            end.close()
+
+
+class IdleRanks(RemoteRanks):
+    """Ranks that do nothing."""
+
+    def __init__(self, size: int) -> None:
+        config: Any = SimpleNamespace(tensor_parallel_size=size)
+        hosts = IdleHosts()
+        self.ends = hosts.ends
+        super().__init__(config, hosts, lambda: None)
 
     def report(self, number: int, failure: RankFailure) -> None:
         """Send the error of a rank, and wait until the watcher has it."""
@@ -45,11 +63,6 @@ class IdleRanks(RemoteRanks):
         with pytest.raises(PagodaError) as caught:
             self.check_health()
         return f"{type(caught.value).__name__}: {caught.value}"
-
-    def close(self) -> None:
-        super().close()
-        for end in self.ends.values():
-            end.close()
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from engine.errors import ModelLoadError
-from engine.worker import rank_process
-from engine.worker.remote_ranks import RankFailure
+from engine.worker.ranks import rank_process
+from engine.worker.ranks.remote_ranks import RankFailure
 
 Served = Callable[..., list[Any]]
 
@@ -21,8 +21,8 @@ Served = Callable[..., list[Any]]
 class Worker:
     """Remembers what it was asked to do."""
 
-    def __init__(self, config: str, rank: int) -> None:
-        self.calls: list[Any] = [config, rank]
+    def __init__(self, config: str, rank: int, host: str) -> None:
+        self.calls: list[Any] = [config, rank, host]
 
     def note(self, value: int) -> list[Any]:
         self.calls.append(value)
@@ -58,8 +58,8 @@ def test_calls_are_answered_in_order_if_an_answer_is_wanted(served: Served) -> N
     calls = [("note", (7,), True), ("note", (8,), False), ("note", (9,), True), ("fail", (ValueError("x"),), False)]
     started, first, second, _ = served(*calls)
     assert started == (None, None)
-    assert first == (["config", 3, 7], None)
-    assert second == (["config", 3, 7, 8, 9], None)
+    assert first == (["config", 3, "", 7], None)
+    assert second == (["config", 3, "", 7, 8, 9], None)
 
 
 @pytest.mark.parametrize(("error", "is_typed"), [(ValueError("bad"), False), (ModelLoadError("bad"), True)])

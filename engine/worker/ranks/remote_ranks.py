@@ -1,6 +1,6 @@
 """RemoteRanks: rank 0's handle on the processes of ranks 1, 2, ... It does not know models or steps.
 
-Each rank has a socket pair to rank 0 for calls and replies. A closed socket means that the process at its other end is
+Each rank has a connection to rank 0 for calls and replies. A closed socket means that the process at its other end is
 dead: a thread here watches the sockets of all ranks, and a thread in every rank watches rank 0's. When one process
 dies, for any reason, all of them end.
 
@@ -14,26 +14,22 @@ import logging
 import os
 import pickle
 import select
-import shutil
 import signal
 import socket
-import struct
 import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError, PagodaError
 from engine.worker.device import default_num_threads
+from engine.worker.ranks.rank_hosts import Rank, RankHosts
 
 __all__ = ["RankFailure", "RemoteRanks"]
 
@@ -41,7 +37,6 @@ logger = logging.getLogger(__name__)
 
 _DEATH_SECONDS = 2.0  # how long a rank's report waits for the death of another rank that may have caused it
 _NOTICE_SECONDS = 3.0  # how long an error of rank 0 waits for the failure of another rank that caused it
-_SEND_SECONDS = 60  # a rank that accepts no call for this long hangs
 
 
 @dataclass(frozen=True)
@@ -53,66 +48,34 @@ class RankFailure:
     traceback: str
 
 
-@dataclass(frozen=True)
-class _Rank:
-    number: int
-    process: subprocess.Popen[bytes]
-    connection: Connection
-
-
 class RemoteRanks:
     """Ranks 1 to ``tensor_parallel_size`` - 1, started and waiting for calls.
 
     Args:
         config: options of the engine.
+        hosts: where they run; closed with this object.
         abort: makes rank 0's collectives fail when the other ranks have ended; called from any thread, possibly twice.
 
     Raises:
         PagodaError: if a rank cannot start.
     """
 
-    def __init__(self, config: EngineConfig, abort: Callable[[], None]) -> None:
+    def __init__(self, config: EngineConfig, hosts: RankHosts, abort: Callable[[], None]) -> None:
         self._size = config.tensor_parallel_size
+        self._hosts = hosts
         self._abort = abort
         self._owner = os.getpid()
-        self._directory = tempfile.mkdtemp(prefix="pagoda-ranks-")
         self._replies: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()  # None: a rank has failed
         self._failure: PagodaError | None = None
         self._failed = threading.Event()
         self._closing = False
-        self._ranks = [self._start(number) for number in range(1, self._size)]
+        self._ranks = hosts.start(self._size)
         self._watcher = threading.Thread(target=self._watch, name="engine-rank-watcher", daemon=True)
         self._watcher.start()
         with self.together():
-            self.send((config, max(1, default_num_threads() // self._size)))
+            own_threads = None if hosts.own_address else max(1, default_num_threads() // self._size)
+            self.send((config, own_threads))
             self.receive()
-
-    @property
-    def rendezvous(self) -> str:
-        """The file through which the ranks join each other, in a private directory of this engine."""
-        return str(Path(self._directory) / "store")
-
-    def _start(self, number: int) -> _Rank:
-        """Start a rank in an interpreter of its own, which does not import the user's ``__main__`` as spawn would."""
-        ours, theirs = socket.socketpair()
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_SECONDS, 0))
-        with theirs:
-            process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "engine.worker.rank_process",
-                    str(number),
-                    str(theirs.fileno()),
-                    str(os.getpid()),
-                    self._directory,
-                ],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
-            )
-        return _Rank(number, process, Connection(ours.detach()))
 
     # --- calls, from the thread that drives rank 0 ----------------------------------------------------------------
 
@@ -170,12 +133,13 @@ class RemoteRanks:
             rank.process.kill()  # a rank has nothing to save
         for rank in self._ranks:
             rank.process.wait()
+            _shut(rank.connection)  # a host that is lost does not close it
         if threading.current_thread() is not self._watcher:  # the garbage collector runs in any thread
             self._watcher.join()
         for rank in self._ranks:
             rank.connection.close()
         self._abort()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._hosts.close()
 
     # --- the watcher's thread -------------------------------------------------------------------------------------
 
@@ -197,7 +161,7 @@ class RemoteRanks:
                     return self._end_all(_death_of(dead, self._size) if dead else _error_of(rank, failure, self._size))
                 self._replies.put((rank.number, reply))
 
-    def _wait_for_a_death(self, poller: select.poll, ranks: dict[int, _Rank], reporter: _Rank) -> _Rank | None:
+    def _wait_for_a_death(self, poller: select.poll, ranks: dict[int, Rank], reporter: Rank) -> Rank | None:
         """Return the rank whose process has ended, if one does soon: its death makes the collectives of others fail."""
         alive = {fd for fd, rank in ranks.items() if rank is not reporter}  # a rank that reports an error stays alive
         poller.unregister(reporter.connection.fileno())
@@ -224,21 +188,31 @@ class RemoteRanks:
         self._abort()
 
 
-def _death_of(rank: _Rank, size: int) -> EngineDeadError:
+def _death_of(rank: Rank, size: int) -> EngineDeadError:
     """Return the error of a rank whose connection has ended."""
-    where = f"tensor-parallel rank {rank.number} of {size}"
-    try:
-        how = _how_it_ended(rank.process.wait(_DEATH_SECONDS))  # its connection ends a moment before it does
-    except subprocess.TimeoutExpired:
-        how = "closed its connection"
+    where = _name(rank, size)
+    code = None
+    with suppress(subprocess.TimeoutExpired):
+        code = rank.process.wait(_DEATH_SECONDS)  # its connection ends a moment before it does
+    how = "closed its connection" if code is None else _how_it_ended(code)
     return EngineDeadError(f"{where} {how}; restart the engine")
 
 
-def _error_of(rank: _Rank, failure: RankFailure, size: int) -> PagodaError:
+def _error_of(rank: Rank, failure: RankFailure, size: int) -> PagodaError:
     """Return the error that a rank has reported."""
-    where = f"tensor-parallel rank {rank.number} of {size}"
+    where = _name(rank, size)
     logger.error("%s failed\n%s", where, failure.traceback)
     return failure.error or EngineDeadError(f"{where} failed: {failure.message}")
+
+
+def _name(rank: Rank, size: int) -> str:
+    return f"tensor-parallel rank {rank.number} of {size}" + (f" on {rank.host}" if rank.host else "")
+
+
+def _shut(connection: Connection) -> None:
+    """End a connection, so that the thread that waits for its end sees it."""
+    with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as copy:
+        copy.shutdown(socket.SHUT_RDWR)
 
 
 def _how_it_ended(code: int) -> str:
