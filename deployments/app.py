@@ -20,6 +20,7 @@ from deployments.config import AppConfig
 from deployments.ingress import Ingress
 from deployments.replica import EngineReplica
 from deployments.request_log.tracing import require_exporter
+from deployments.serve.rank_placement import placement_options, require_room
 from deployments.serve.router import PrefixRouter
 
 __all__ = ["build_app"]
@@ -54,7 +55,10 @@ def build_app(args: dict[str, Any]) -> Application:
 
 
 def _engine_deployment(config: AppConfig) -> serve.Deployment:
-    limits, router = config.limits, config.router
+    limits, router, replicas = config.limits, config.router, config.replicas
+    gpus = config.gpus_per_engine(sum(_of_nodes("GPU")))
+    require_room(replicas.placement_strategy, gpus, _of_nodes("GPU"))
+    ranks = config.engine_config.tensor_parallel_size
     declare = serve.deployment(
         name="engine",
         **_number_of_engines(config),
@@ -65,10 +69,7 @@ def _engine_deployment(config: AppConfig) -> serve.Deployment:
         graceful_shutdown_wait_loop_s=SHUTDOWN_WAIT_S,
         health_check_period_s=limits.health_check_period_s,
         health_check_timeout_s=limits.health_check_timeout_s,
-        ray_actor_options={
-            "num_cpus": config.replicas.cpus_per_engine,
-            "num_gpus": config.gpus_per_engine(_gpus_in_cluster()),
-        },
+        **placement_options(replicas.placement_strategy, ranks, replicas.cpus_per_engine, gpus),
         logging_config=_logging(config),
         request_router_config=RequestRouterConfig(
             request_router_class=PrefixRouter,  # type: ignore[arg-type]
@@ -106,9 +107,9 @@ def _limit_per_node(config: AppConfig) -> dict[str, Any]:
 
     Ray places the engines first. If they took all CPUs, no ingress would start and the server would never answer.
     """
-    replicas, nodes = config.replicas, _cpus_of_nodes()
+    replicas, nodes = config.replicas, _of_nodes("CPU")
     engines = config.autoscaling.max_replicas or replicas.num_engine_replicas
-    if len(nodes) != 1 or not replicas.cpus_per_engine:
+    if len(nodes) != 1 or not replicas.cpus_per_engine or replicas.placement_strategy != "STRICT_PACK":
         return {}
     for_engines = nodes[0] - replicas.num_ingress_replicas * replicas.cpus_per_ingress
     number = math.floor(for_engines / replicas.cpus_per_engine + ROUNDING)
@@ -134,17 +135,9 @@ def _logging(config: AppConfig) -> LoggingConfig:
     return LoggingConfig(enable_access_log=False, encoding=config.logging.encoding)
 
 
-def _cpus_of_nodes() -> list[float]:
-    """Return the number of CPUs of each node that has any; empty if there is no cluster yet."""
+def _of_nodes(resource: str) -> list[float]:
+    """Return how much of a resource each node has that has any; empty if there is no cluster yet."""
     if not ray.is_initialized():
         return []
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    return [node["Resources"]["CPU"] for node in nodes if node["Alive"] and node["Resources"].get("CPU")]
-
-
-def _gpus_in_cluster() -> float:
-    """Return the number of GPUs of the cluster that builds this application; 0 if there is no cluster yet."""
-    if not ray.is_initialized():
-        return 0.0
-    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    return resources.get("GPU", 0.0)
+    return [node["Resources"][resource] for node in nodes if node["Alive"] and node["Resources"].get(resource)]

@@ -23,6 +23,7 @@ from deployments.parsers.tool_parsers import TOOL_PARSERS
 from deployments.proxy.limits import ProxyLimits
 from deployments.routing.options import RoutingOptions
 from deployments.serve.gpu_share import default_gpus_per_engine, require_valid_gpus_per_engine
+from deployments.serve.rank_placement import PlacementStrategy, require_valid_placement
 from deployments.version import checkout_root, from_checkout
 from engine.config import EngineConfig
 from engine.errors import ConfigError
@@ -75,6 +76,7 @@ class ReplicaOptions(_Options):
     num_ingress_replicas: int = Field(default=1, ge=1)
     cpus_per_engine: Share = 0.5
     gpus_per_engine: Share | None = None
+    placement_strategy: PlacementStrategy = "STRICT_PACK"  # of the ranks of an engine
     cpus_per_ingress: Share = 0.2
 
 
@@ -219,17 +221,15 @@ class AppConfig(_Options):
         config.autoscaling.require_order(config.replicas.num_engine_replicas)
         engine = config.engine_config  # building it raises ConfigError for the engine's other options
         if engine.skip_tokenizer_init:
-            raise ConfigError(
-                "skip_tokenizer_init=True is for the offline API; a server needs the tokenizer, leave it out"
-            )
+            raise ConfigError("skip_tokenizer_init=True is for the offline API; servers need a tokenizer, leave it out")
         if config.pooling_config is not None:
             config.pooling_config.check_engine(engine)
         if (config.task != "embed") and config.pooling != PoolingOptions():
             raise ConfigError(f"args.pooling is for task: embed, and args.task={config.task!r}; leave it out")
         if (number := config.router.kv_replication) is not None and engine.kv_transfer is False:
             raise ConfigError(f"args.router.kv_replication={number} needs several engines, with kv_transfer; remove it")
-        if config.replicas.gpus_per_engine is not None:
-            require_valid_gpus_per_engine(config.replicas.gpus_per_engine, engine)
+        require_valid_gpus_per_engine(config.replicas.gpus_per_engine, engine)
+        require_valid_placement(config.replicas.placement_strategy, engine, config.replicas.cpus_per_engine)
         return config
 
     @property

@@ -21,6 +21,7 @@ from deployments.observability.stats_line import StatsLine
 from deployments.serve.autoscaling import replica_pressure
 from deployments.serve.cpu_priority import in_yielding_thread
 from deployments.serve.grace import Grace
+from deployments.serve.rank_actors import hosts_of_ranks
 from deployments.transport.kv_events.publisher import KVEventPublisher
 from deployments.transport.pages.transfer import PageTransfer
 from deployments.transport.replica_metadata import BLOCK_SIZE, ENDPOINT
@@ -74,7 +75,7 @@ class EngineReplica:
         host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         self._publisher = KVEventPublisher(self._name, host)
         self._tiers: Tiers | None = None
-        self._engine = in_yielding_thread(config, partial(self._start_engine, config, pooling))
+        self._engine = in_yielding_thread(config, partial(self._start_engine, config, pooling, host))
         # Serve calls the constructor on the event loop that runs this replica's code.
         self._transfer = self._start_transfer(config, host)
         self._channel = ChannelServer(
@@ -91,11 +92,12 @@ class EngineReplica:
         gc.freeze()  # these objects stay: a garbage collection that traverses them would delay every stream
         logger.info("engine ready: %s", self._engine.info)
 
-    def _start_engine(self, config: EngineConfig, pooling: PoolingConfig | None) -> AsyncEngine:
+    def _start_engine(self, config: EngineConfig, pooling: PoolingConfig | None, host: str) -> AsyncEngine:
         if pooling is not None:
             pools = PoolingEngine.from_config(config, pooling, sink=self._recorder)
             return AsyncEngine(pools, on_load=self._publisher.publish_load)
-        engine = Engine.from_config(config, sink=self._recorder, on_kv_events=self._publisher.publish_events)
+        hosts, publish = hosts_of_ranks(config, host), self._publisher.publish_events
+        engine = Engine.from_config(config, sink=self._recorder, on_kv_events=publish, hosts=hosts)
         self._tiers = engine.tiers
         started = AsyncEngine(engine, on_load=self._publisher.publish_load)
         started.load_grammar_compiler()

@@ -17,17 +17,19 @@ __all__ = ["default_gpus_per_engine", "require_valid_gpus_per_engine"]
 _UNITS_PER_GPU = 10_000  # Ray's smallest share of a GPU is 0.0001
 
 
-def require_valid_gpus_per_engine(gpus: float, engine: EngineConfig) -> None:
+def require_valid_gpus_per_engine(gpus: float | None, engine: EngineConfig) -> None:
     """Check ``replicas.gpus_per_engine`` against the options of the engine.
 
     Args:
-        gpus: the configured number, at least 0.
+        gpus: the configured number, at least 0; None: it is not configured.
         engine: the options of each engine replica.
 
     Raises:
         ConfigError: the engine cannot run on that many GPUs, would leave some unused, or would share a GPU without a
             configured size of its KV cache.
     """
+    if gpus is None:
+        return
     value = f"args.replicas.gpus_per_engine={gpus:g}"
     ranks = engine.tensor_parallel_size
     if gpus == 0:
