@@ -387,7 +387,7 @@ def _describe(error: ValidationError) -> str:
         return unknown_key_message(path[-1], _known_keys(path[:-1]), where)
     if first["type"] == "missing":
         return f"{where} lacks '{path[-1]}'; add it (serve_config.yaml shows every key)"
-    return f"{'.'.join(['args', *path])}={reprlib.repr(first['input'])}: {first['msg'].lower()}"
+    return f"{'.'.join(['args', *path])}={reprlib.repr(first['input'])}: {first['msg'][0].lower()}{first['msg'][1:]}"
 
 
 def _known_keys(path: list[str]) -> list[str]:

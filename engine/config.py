@@ -117,7 +117,7 @@ class EngineConfig:
             one order, at some cost; those of experts always do. Recurrent layers on a GPU compute prompts token by
             token, at a high cost. On a CPU the C kernels always do so, and the option
             only makes sure of them.
-        tensor_parallel_size: GPUs, or processes on a CPU, that share one model; all on this host.
+        tensor_parallel_size: GPUs, or processes on a CPU, that share one model.
         max_logprobs: most log-probabilities of a token that a request may ask for, in its answer or its prompt; -1 sets
             no limit, so that a request may ask for those of the whole vocabulary.
         swap_space_gib: host memory in GiB, for the whole engine, that keeps what preempted requests have in the KV

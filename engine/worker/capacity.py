@@ -6,16 +6,15 @@ It computes what the engine's log says after the start, by the same functions, a
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 from engine.config import EngineConfig
 from engine.kv.layer_cache import CacheDtype
 from engine.kv.pool_sizes import PageSizes
-from engine.models.checkpoint.checkpoint import open_checkpoint
 from engine.models.config.model_config import ModelConfig
 from engine.worker.memory import host_memory_for_cache, pools_of_blocks, pools_that_fit
 from engine.worker.model_shard import ModelShard
+from engine.worker.rank_sizes import weight_bytes
 
 __all__ = ["Capacity", "estimate_capacity"]
 
@@ -70,7 +69,7 @@ def estimate_capacity(config: EngineConfig) -> Capacity:
         str(shard.dtype).removeprefix("torch."),
         shard.backend.name,
         shard.max_model_len,
-        _weight_bytes(config, shard.dtype.itemsize),
+        weight_bytes(config, shard.dtype),
         shard.block_size,
         kv_cache_dtype=shard.kv_cache_dtype,
     )
@@ -91,10 +90,3 @@ def _with_cache(known: Capacity, config: EngineConfig, shard: ModelShard, model:
     else:
         return known
     return replace(known, num_blocks=pools.num_blocks, kv_bytes=sizes.num_bytes(pools) * ranks)
-
-
-def _weight_bytes(config: EngineConfig, itemsize: int) -> int | None:
-    with open_checkpoint(config.model) as checkpoint:
-        if config.quantization is not None or any(map(checkpoint.is_packed, checkpoint.names)):
-            return None
-        return itemsize * sum(math.prod(checkpoint.shape_of(name)) for name in checkpoint.names)

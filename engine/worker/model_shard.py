@@ -33,6 +33,7 @@ from engine.models.decoder.loader import load_decoder
 from engine.models.tensor_parallel import TensorParallel
 from engine.worker.device import resolve_device
 from engine.worker.drafting.draft_decoder import DraftDecoder
+from engine.worker.rank_sizes import require_rank_size
 from engine.worker.step_plan import ModelInput
 from kernels.attention.base import AttentionBackend, StepLimits
 from kernels.attention.select import select_backend
@@ -87,6 +88,8 @@ class ModelShard:
         self.kv_cache_dtype: CacheDtype = "auto" if config.kv_cache_dtype == "auto" else "fp8"
         self._check_options()
         self.max_model_len = self.model_config.context_length(config.max_model_len)
+        if isinstance(self.model_config, ModelConfig):
+            require_rank_size(config, self.model_config, self.dtype, self.device)
         self.model_config.check_options(
             max_model_len=self.max_model_len,
             tensor_parallel_size=config.tensor_parallel_size,

@@ -106,7 +106,7 @@ def test_two_ranks_share_a_model(saved: Callable[[str], Saved], name: str, monke
 @pytest.mark.parametrize(
     ("name", "size", "message"),
     [
-        ("granite-4-h-moe", 2, "divide the model's 1 groups of heads of Mamba layers; choose another size"),
+        ("granite-4-h-moe", 2, "divide the model's 1 groups of heads of Mamba layers; choose one of 1"),
         ("qwen3.5", 3, "divide the model's 4 attention heads; choose"),
         ("kimi-linear", 3, "divide the model's 4 attention heads; choose"),
         ("mamba2", 3, "divide the model's 8 heads of Mamba layers"),
