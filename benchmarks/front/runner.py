@@ -16,6 +16,7 @@ from engine.models.config.files.config_json import read_config_json
 from engine.observability.metrics import MetricSink
 from engine.outputs import StepOutputs
 from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput, StepTimes
+from engine.worker.ranks.rank_hosts import RankHosts
 from engine.worker.runner import ComputedStep
 
 __all__ = ["DELAYS_FILE", "STEPS_FILE", "STEP_MS", "ComputeFreeEngine", "ComputeFreeRunner"]
@@ -102,6 +103,7 @@ class ComputeFreeEngine(Engine):
         config: EngineConfig,
         sink: MetricSink | None = None,
         on_kv_events: Callable[[KVEventBatch], None] | None = None,
+        hosts: RankHosts | None = None,
     ) -> ComputeFreeEngine:
         """Build the engine; the environment gives the time of a step."""
         runner = ComputeFreeRunner(config, float(os.environ.get(STEP_MS, "0")) / 1e3)

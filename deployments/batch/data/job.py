@@ -56,6 +56,8 @@ def run_job(job: Job) -> Counts:
     """
     config = AppConfig.parse(job.arguments)
     config.require_model()
+    if (strategy := config.replicas.placement_strategy) != "STRICT_PACK":
+        raise ConfigError(f"args.replicas.placement_strategy={strategy} is for servers; leave it out of a job")
     _require_cpus(config, _num_engines(job, config))
     source = _source(job.inputs)
     sink = ResultSink(job.out, job.file_format or source.file_format)

@@ -78,7 +78,8 @@ def _replicas(config: AppConfig) -> str:
 
 def _cpus(config: AppConfig) -> str:
     replicas, cpus = config.replicas, available_cpus()
-    wanted = replicas.num_engine_replicas * replicas.cpus_per_engine
+    bundles = 1 if replicas.placement_strategy == "STRICT_PACK" else config.engine_config.tensor_parallel_size
+    wanted = replicas.num_engine_replicas * bundles * replicas.cpus_per_engine
     wanted += replicas.num_ingress_replicas * replicas.cpus_per_ingress
     text = f"Ray reserves {wanted:g} of {cpus} on this machine"
     return text if wanted <= cpus else f"{text}: some replicas would wait for room; lower replicas.cpus_per_engine"

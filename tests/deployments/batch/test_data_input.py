@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from deployments.batch.input_lines import custom_id_digest
+from engine.errors import ConfigError
 from tests.deployments.batch.conftest import BODY, COMPLETIONS, line
 
 pa = pytest.importorskip("pyarrow", reason="of the extra `clients`")
@@ -16,6 +17,7 @@ pytest.importorskip("pandas", reason="of the extra `clients`")
 import pyarrow.parquet as pq  # noqa: E402
 
 from deployments.batch.data import survey as survey_module  # noqa: E402
+from deployments.batch.data.job import Job, run_job  # noqa: E402
 from deployments.batch.data.line_source import LINES, _rows  # noqa: E402
 from deployments.batch.data.survey import _described, _select, _sorted, endpoint_of  # noqa: E402
 
@@ -32,6 +34,12 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     """Return the JSON of each row of a Parquet file."""
     with path.open("rb") as file:
         return [json.loads(text or b"") for _, text in _rows(file, DEFAULTS)]
+
+
+def test_a_job_has_no_engines_on_several_nodes() -> None:
+    args = {"engine": {"tensor_parallel_size": 2}, "replicas": {"placement_strategy": "PACK"}, "model": "demo/model"}
+    with pytest.raises(ConfigError, match=r"placement_strategy=PACK is for servers; leave it out of a job"):
+        run_job(Job(("in.jsonl",), "out", args))
 
 
 @pytest.mark.parametrize("end", [b"\x00", b"\x00\x00", b"\x01", b"\xff"])

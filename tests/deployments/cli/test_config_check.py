@@ -60,6 +60,12 @@ def test_replicas_for_which_the_machine_has_no_room() -> None:
     assert "wait for room; lower replicas.cpus_per_engine" in facts["CPUs"]
 
 
+def test_ranks_with_bundles_of_their_own_reserve_cpus_each() -> None:
+    replicas = {"num_engine_replicas": 3, "cpus_per_engine": 2, "cpus_per_ingress": 0, "placement_strategy": "PACK"}
+    facts = _facts(replicas=replicas, engine={"tensor_parallel_size": 4, "device": "cpu"})
+    assert facts["CPUs"].startswith("Ray reserves 24 of ")
+
+
 def test_autoscaling_and_a_cache_on_the_host() -> None:
     facts = _facts(autoscaling={"max_replicas": 4, "min_replicas": 0}, engine={"swap_space_gib": 0.5, "num_blocks": 64})
     assert facts["replicas"].endswith("autoscaling from 0 to 4 engines")
