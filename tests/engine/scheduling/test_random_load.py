@@ -140,7 +140,7 @@ def _settings(max_examples: int) -> settings:
     )
 
 
-EngineMachine.TestCase.settings = _settings(30)
+EngineMachine.TestCase.settings = _settings(16)
 TestEngineMachine = EngineMachine.TestCase
 LongEngineMachine.TestCase.settings = _settings(50)
 TestLongEngineMachine = pytest.mark.long(LongEngineMachine.TestCase)
