@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks.gpu.part_run import PartRun
+from benchmarks.gpu.run.part_run import PartRun
 from kernels.attention.base import AttentionBackend
 from kernels.attention.registry import BACKENDS
 from kernels.attention.select import select_backend

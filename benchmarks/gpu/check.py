@@ -1,4 +1,4 @@
-"""Check and measure everything that needs a GPU, in four calls of under nine minutes, and write a JSON for each.
+"""Check and measure everything that needs a GPU, in five calls of under nine minutes, and write a JSON for each.
 
     python -m benchmarks.gpu.check --call 1 --work /dev/shm/check --out right.json    # whether answers are right
     python -m benchmarks.gpu.check --call 2 --work /dev/shm/check --out figures.json  # then what is measured
@@ -26,10 +26,10 @@ from pathlib import Path
 from time import monotonic
 from types import FrameType
 
-from benchmarks.gpu.part import write_json
 from benchmarks.gpu.parts import CALLS, PARTS, with_needs
-from benchmarks.gpu.report import summary, to_document
-from benchmarks.gpu.runner import PartOutcome, RunOptions, choose_allocator, passed_before, run_parts
+from benchmarks.gpu.run.part import write_json
+from benchmarks.gpu.run.report import summary, to_document
+from benchmarks.gpu.run.runner import PartOutcome, RunOptions, choose_allocator, passed_before, run_parts
 
 __all__ = ["main"]
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
-from benchmarks.gpu.part_run import PartRun
+from benchmarks.gpu.run.part_run import PartRun
 from benchmarks.gpu.sizes import TokenLengths
 from benchmarks.machine import release_memory, synchronize
 from engine.engine import Engine
@@ -104,7 +104,7 @@ def decoding(
     """
     engine = llm.engine
     rng = random.Random(seed)
-    num_prefills = -(-batch * context // llm.config.max_num_batched_tokens)
+    num_prefills = -(-batch * context // engine.config.tokens_per_step)
     limit = steps + num_prefills + batch + 1  # the first prompts decode while the last ones are computed
     params = SamplingParams(temperature=temperature, max_tokens=limit, ignore_eos=True)
     names = [f"decode-{index}" for index in range(batch)]

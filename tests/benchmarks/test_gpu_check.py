@@ -16,19 +16,21 @@ import pytest
 import torch
 from torch.profiler import DeviceType
 
-import benchmarks.gpu.parts.cuda_graphs as cuda_graphs
-import benchmarks.gpu.parts.tokens as tokens
-from benchmarks.gpu.attention_cases import serving_cases
+import benchmarks.gpu.parts.engine.tokens as tokens
+import benchmarks.gpu.parts.kernels.cuda_graphs as cuda_graphs
 from benchmarks.gpu.engines import generate, loaded, timed_steps
-from benchmarks.gpu.floors import Limits, decode_step, prefill
-from benchmarks.gpu.kernel_groups import KernelTime, busy_us, group_of, table
-from benchmarks.gpu.paged_batch import PADDING, HeadShape, chunked_reference, make_inputs, worst_error
-from benchmarks.gpu.part import PartResults, read_results
-from benchmarks.gpu.part_run import PartRun
-from benchmarks.gpu.parts import attention, checkpoint, offline, speculation
-from benchmarks.gpu.profile import _read
+from benchmarks.gpu.inputs.attention_cases import serving_cases
+from benchmarks.gpu.inputs.paged_batch import PADDING, HeadShape, chunked_reference, make_inputs, worst_error
+from benchmarks.gpu.inputs.token_model import Judge, make_prompts, save_model
+from benchmarks.gpu.parts import checkpoint
+from benchmarks.gpu.parts.engine import offline, speculation
+from benchmarks.gpu.parts.kernels import attention
+from benchmarks.gpu.run.part import PartResults, read_results
+from benchmarks.gpu.run.part_run import PartRun
 from benchmarks.gpu.sizes import FULL
-from benchmarks.gpu.token_model import Judge, make_prompts, save_model
+from benchmarks.gpu.timing.floors import Limits, decode_step, prefill
+from benchmarks.gpu.timing.kernel_groups import KernelTime, busy_us, group_of, table
+from benchmarks.gpu.timing.profile import _read
 from benchmarks.machine import median_seconds
 from kernels.attention import reference
 from kernels.attention.cpu_backend import CpuBackend

@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from benchmarks.gpu.engines import generate, loaded
-from benchmarks.gpu.floors import decode_step
-from benchmarks.gpu.part import PartResults, read_results
-from benchmarks.gpu.part_run import PartRun
-from benchmarks.gpu.parts import checkpoint, decode, experts, tokens
+from benchmarks.gpu.parts import checkpoint
+from benchmarks.gpu.parts.engine import decode, tokens
+from benchmarks.gpu.parts.kernels import experts
+from benchmarks.gpu.run.part import PartResults, read_results
+from benchmarks.gpu.run.part_run import PartRun
 from benchmarks.gpu.sizes import FULL
+from benchmarks.gpu.timing.floors import decode_step
 from benchmarks.limits.model_shape import ModelShape
 from kernels.experts import experts as kernels
 

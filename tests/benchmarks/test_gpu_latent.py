@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu.part import PartResults, read_results
-from benchmarks.gpu.part_run import PartRun
-from benchmarks.gpu.parts import latent
+from benchmarks.gpu.parts.kernels import latent
+from benchmarks.gpu.run.part import PartResults, read_results
+from benchmarks.gpu.run.part_run import PartRun
 from kernels.attention.base import AttentionInputs
 from kernels.attention.cpu_backend import CpuBackend
 from kernels.attention.indexer import topk_slots

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu.part import PartResults, read_results
-from benchmarks.gpu.part_run import PartRun
-from benchmarks.gpu.parts import recurrent, tokens
+from benchmarks.gpu.parts.engine import tokens
+from benchmarks.gpu.parts.kernels import recurrent
+from benchmarks.gpu.run.part import PartResults, read_results
+from benchmarks.gpu.run.part_run import PartRun
 from kernels.recurrent.select import select_recurrent_ops
 
 NAMES = ("convolution", "delta rule", "row decays", "selective scan")

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu.check import DEADLINE_S
-from benchmarks.gpu.part import Part, PartResults, read_results, write_json
 from benchmarks.gpu.parts import CALLS, PARTS, with_needs
-from benchmarks.gpu.report import summary, to_document
-from benchmarks.gpu.runner import PartOutcome, RunOptions, choose_allocator, passed_before, run_parts
+from benchmarks.gpu.run.part import Part, PartResults, read_results, write_json
+from benchmarks.gpu.run.report import summary, to_document
+from benchmarks.gpu.run.runner import PartOutcome, RunOptions, choose_allocator, passed_before, run_parts
 from tests.waiting import HANG_S, until
 
 ROOT = Path(__file__).parents[2]
@@ -121,8 +121,8 @@ def test_the_deadline_shortens_the_last_parts_limit(tmp_path: Path, monkeypatch:
         limits.append(limit_s)
         return PartOutcome("passed", 4.0, [], {})
 
-    monkeypatch.setattr("benchmarks.gpu.runner.monotonic", lambda: now)
-    monkeypatch.setattr("benchmarks.gpu.runner._run_part", take_four_seconds)
+    monkeypatch.setattr("benchmarks.gpu.run.runner.monotonic", lambda: now)
+    monkeypatch.setattr("benchmarks.gpu.run.runner._run_part", take_four_seconds)
     run(tmp_path, fault("passes", limit_s=5.0), replace(fault("passes", limit_s=5.0), name="last"), deadline_s=6.0)
     assert limits == [5.0, 2.0]
 
@@ -135,7 +135,7 @@ def test_an_incomplete_run_has_not_passed(tmp_path: Path) -> None:
 
 def test_sigterm_ends_the_run_and_its_part(tmp_path: Path) -> None:
     program = (
-        "import benchmarks.gpu.check as check; from benchmarks.gpu.part import Part; "
+        "import benchmarks.gpu.check as check; from benchmarks.gpu.run.part import Part; "
         "hang = Part('hang', 'tests.benchmarks.gpu_faults:hangs_with_a_child', 0.0, 60.0); "
         "check.with_needs = lambda names, passed: [hang]; "
         f"check.main(['--device', 'cpu', '--out', {str(tmp_path / 'o.json')!r}, '--work', {str(tmp_path)!r}])"
@@ -180,7 +180,7 @@ def test_a_child_process_tries_whether_memory_can_be_mapped(
     probe: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-    monkeypatch.setattr("benchmarks.gpu.runner.PROBE", probe)
+    monkeypatch.setattr("benchmarks.gpu.run.runner.PROBE", probe)
     assert choose_allocator("cuda") == expected
 
 

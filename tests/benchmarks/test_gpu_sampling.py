@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import floors
-from benchmarks.gpu.parts import linear_speed, sampling
+from benchmarks.gpu.parts.kernels import linear_speed, sampling
 from benchmarks.gpu.sizes import TINY
+from benchmarks.gpu.timing import floors
 from kernels.sampling import reference
 
 CHANGES = ("add_biases", "forbid_tokens", "penalise_repetition", "penalise_counts", "apply_bitmask")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.gpu.paged_batch import HeadShape, make_inputs
-from benchmarks.gpu.parts import tune
+from benchmarks.gpu.inputs.paged_batch import HeadShape, make_inputs
+from benchmarks.gpu.parts.tuning import tune
 from kernels.attention.triton import backend
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu.floors import Limits
-from benchmarks.gpu.parts import experts as check
+from benchmarks.gpu.parts.kernels import experts as check
 from benchmarks.gpu.sizes import TINY
+from benchmarks.gpu.timing.floors import Limits
 from engine.errors import ConfigError
 from engine.llm import LLM
 from tests.engine.checkpoints import build_model, save_checkpoint
@@ -77,14 +77,12 @@ def test_answers_are_those_of_the_cpu(
     gpu.machine.check()  # no step has waited otherwise, or compiled a kernel
 
 
-@pytest.mark.parametrize("num_seqs", [1, 4])
-def test_launches_of_an_eager_decode(num_seqs: int, paths: dict[str, str], gpu: Rehearsal) -> None:
-    single, two = (
-        launches_of_a_decode(gpu, start(gpu, paths[name], dtype="bfloat16", enforce_eager=True), num_seqs)
-        for name in ("one layer", "qwen3_moe")
-    )
-    assert two - single <= A_LAYER, f"a layer makes {two - single} launches"
-    assert two <= 10 * 2 + 20
+def test_launches_of_an_eager_decode(paths: dict[str, str], gpu: Rehearsal) -> None:
+    llms = [start(gpu, paths[name], dtype="bfloat16", enforce_eager=True) for name in ("one layer", "qwen3_moe")]
+    for num_seqs in (1, 4):
+        single, two = (launches_of_a_decode(gpu, llm, num_seqs) for llm in llms)
+        assert two - single <= A_LAYER, f"a layer makes {two - single} launches"
+        assert two <= 10 * 2 + 20
     gpu.machine.check()
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu.attention_cases import Case
-from benchmarks.gpu.floors import Limits
-from benchmarks.gpu.parts import attention, sampling, store_kvcache
+from benchmarks.gpu.inputs.attention_cases import Case
+from benchmarks.gpu.parts.kernels import attention, sampling, store_kvcache
 from benchmarks.gpu.sizes import FULL
+from benchmarks.gpu.timing.floors import Limits
 from tests.gpu_rehearsal.rehearsal import Rehearsal
 from tests.kernels.attention.paged_batches import BATCHES
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu.floors import Limits
-from benchmarks.gpu.parts import latent as check
+from benchmarks.gpu.parts.kernels import latent as check
 from benchmarks.gpu.sizes import TINY
+from benchmarks.gpu.timing.floors import Limits
 from engine.errors import ConfigError
 from kernels.attention.triton import indexer, sparse
 from kernels.attention_metadata import AttentionMetadata

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu.floors import Limits
-from benchmarks.gpu.parts import recurrent as check
+from benchmarks.gpu.parts.kernels import recurrent as check
 from benchmarks.gpu.sizes import TINY
+from benchmarks.gpu.timing.floors import Limits
 from engine.errors import ConfigError, ModelLoadError
 from engine.kv.page_maps import PageMap
 from engine.llm import LLM

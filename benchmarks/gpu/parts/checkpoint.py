@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from time import perf_counter
 
-from benchmarks.gpu.checkpoint import write_checkpoint
-from benchmarks.gpu.part_run import PartRun
-from benchmarks.gpu.weight_formats import BFLOAT16, FORMATS
+from benchmarks.gpu.inputs.checkpoint import write_checkpoint
+from benchmarks.gpu.inputs.weight_formats import BFLOAT16, FORMATS
+from benchmarks.gpu.run.part_run import PartRun
 
 __all__ = ["run"]
 

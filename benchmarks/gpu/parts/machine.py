@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.gpu.part_run import PartRun
+from benchmarks.gpu.run.part_run import PartRun
 from benchmarks.machine import describe, measure_limits
 
 __all__ = ["run"]

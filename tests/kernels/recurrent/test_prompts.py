@@ -90,7 +90,7 @@ BATCH = [_Prompt(1, starts=False), _Prompt(1), _Prompt(70, False, (0, 31, 69)), 
 @pytest.fixture(autouse=True)
 def _on_the_host(kernel_device: torch.device) -> None:
     if kernel_device.type != "cpu":
-        pytest.skip("benchmarks/gpu/parts/recurrent.py compares prompts on a GPU")
+        pytest.skip("benchmarks/gpu/parts/kernels/recurrent.py compares prompts on a GPU")
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)

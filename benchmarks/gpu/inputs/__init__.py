@@ -1,0 +1,1 @@
+"""What parts check and measure with: random batches, layers, checkpoints, and models whose answers are judged."""

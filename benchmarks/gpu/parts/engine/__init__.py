@@ -1,0 +1,1 @@
+"""Parts that check or time whole engines."""

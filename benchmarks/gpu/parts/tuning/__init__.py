@@ -1,0 +1,1 @@
+"""Parts that time kernels with other sizes than those that they have."""
