@@ -153,9 +153,10 @@ class ModelWorker:
         if device.type == "cuda":
             warm_up.run_largest_step()
         warm_up.run_batches(batches)
-        self._graph_bytes = self.graphs.measure()
-        if (passes := self._new_draft_passes(self.shard.make_cache(), None)) is not None:
-            self._graph_bytes += passes.measure()
+        if self.config.num_blocks is None:  # else no memory is measured
+            self._graph_bytes = self.graphs.measure()
+            if (passes := self._new_draft_passes(self.shard.make_cache(), None)) is not None:
+                self._graph_bytes += passes.measure()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             if self.rank == 0:

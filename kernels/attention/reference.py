@@ -19,11 +19,11 @@ def attention(inputs: AttentionInputs) -> torch.Tensor:
     metadata = inputs.metadata
     for i, (start, end) in enumerate(pairwise(metadata.cu_seqlens_q.tolist())):
         seq_len = int(metadata.seq_lens[i])
-        slots = _slots_of_context(metadata.block_tables[i], seq_len, inputs.block_size)
-        if start == end or not slots:
+        if start == end or not seq_len:
             continue
-        positions = torch.tensor(list(slots), device=output.device)  # [num_keys]
-        rows = torch.tensor(list(slots.values()), device=output.device)
+        positions, rows = _context(metadata.block_tables[i], seq_len, inputs.block_size)
+        if not len(positions):
+            continue
         query_positions = torch.arange(seq_len - (end - start), seq_len, device=output.device)
         visible = positions[None, :] <= query_positions[:, None]  # [num_queries, num_keys]
         first_keys = [first_key(inputs.window, position) for position in query_positions.tolist()]
@@ -36,14 +36,12 @@ def attention(inputs: AttentionInputs) -> torch.Tensor:
     return output
 
 
-def _slots_of_context(block_table: torch.Tensor, seq_len: int, block_size: int) -> dict[int, int]:
-    """Map each position that has a block to its slot in the cache."""
-    blocks = block_table.tolist()
-    return {
-        position: blocks[position // block_size] * block_size + position % block_size
-        for position in range(seq_len)
-        if blocks[position // block_size] >= 0
-    }
+def _context(block_table: torch.Tensor, seq_len: int, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the positions that have a block, and their slots in the cache, both [num_keys]."""
+    positions = torch.arange(seq_len, device=block_table.device)
+    blocks = block_table[positions // block_size].long()
+    slots = blocks * block_size + positions % block_size
+    return positions[blocks >= 0], slots[blocks >= 0]
 
 
 def _attend(

@@ -13,7 +13,7 @@ from tests.gpu_rehearsal.scenarios import OPTIONS, PARAMS, Scenario, answers, ge
 
 __all__ = ["EAGER", "GRAPHS", "SCENARIO", "TWO_RANKS", "Models", "check_steps", "start"]
 
-GRAPHS: dict[str, Any] = {"max_num_seqs": 4}  # those of three sizes
+GRAPHS: dict[str, Any] = {"max_num_seqs": 4}  # which captures few
 EAGER: dict[str, Any] = {"enforce_eager": True}
 TWO_RANKS: dict[str, Any] = {"tensor_parallel_size": 2}
 SCENARIO = Scenario([PARAMS[name] for name in ("greedy", "drawn", "logprobs", "three answers")], [30, 1, 60, 17])

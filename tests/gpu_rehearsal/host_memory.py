@@ -6,6 +6,7 @@ step produces. A copy from the host must find its source unchanged when the GPU 
 
 from __future__ import annotations
 
+from bisect import bisect_right, insort
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ class HostMemory:
     def __init__(self, on_fault: Callable[[str], None]) -> None:
         self._on_fault = on_fault
         self._pinned: dict[int, int] = {}  # start: end
+        self._starts: list[int] = []  # of them, ascending
         self.num_registered = 0  # by cudaHostRegister
         self._kept: list[torch.Tensor] = []  # torch's allocator keeps pinned memory, so no pageable tensor gets it
         self._pending: dict[int, deque[_Copy]] = defaultdict(deque)  # by device, oldest first
@@ -53,24 +55,35 @@ class HostMemory:
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """Declare a new tensor's memory pinned, and return it."""
         self._kept.append(tensor)
-        self._pinned[tensor.data_ptr()] = tensor.data_ptr() + tensor.nbytes
+        self._add(tensor.data_ptr(), tensor.nbytes)
         return tensor
+
+    def _add(self, start: int, num_bytes: int) -> None:
+        if num_bytes:
+            if start not in self._pinned:
+                insort(self._starts, start)
+            self._pinned[start] = start + num_bytes
 
     def register(self, start: int, num_bytes: int) -> None:
         """cudaHostRegister."""
-        self._pinned[start] = start + num_bytes
+        self._add(start, num_bytes)
         self.num_registered += 1
 
     def unregister(self, start: int) -> bool:
         """cudaHostUnregister; False if the memory is not registered."""
         was_pinned = self._pinned.pop(start, None) is not None
+        if was_pinned:
+            self._starts.remove(start)
         self.num_registered -= was_pinned
         return was_pinned
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether the whole tensor is in pinned memory."""
+        """Whether the whole tensor is in pinned memory, as an empty one is."""
         start, end = _extent(tensor)
-        return any(first <= start and end <= last for first, last in list(self._pinned.items()))
+        if start == end:
+            return True
+        index = bisect_right(self._starts, start) - 1  # of the only piece that may begin before the tensor and hold it
+        return index >= 0 and end <= self._pinned[self._starts[index]]
 
     # --- copies -------------------------------------------------------------------------------------------------
 
@@ -126,7 +139,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the first address of a tensor and the one after its last."""
-    if not tensor.numel():
-        return tensor.data_ptr(), tensor.data_ptr()
+    if tensor.is_contiguous() or not tensor.numel():
+        return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize

@@ -7,7 +7,6 @@ check the arguments and compute the result.
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections import defaultdict
 from collections.abc import Callable
@@ -52,6 +51,16 @@ CONTRACTS = {
     **chunk_contracts.CONTRACTS,
     **sampling_contracts.CONTRACTS,
 }
+_NOT_COMPILED = object()  # takes the place of a variant's machine code
+_FLOATS_ALONE = {  # whose results no contract checks
+    *("prefill_kernel", "split_decode_kernel", "reduce_splits_kernel", "sparse_kernel"),
+    *layer_contracts.CONTRACTS,
+    *coded_contracts.CONTRACTS,
+    *("grouped_linear_kernel", "grouped_coded_linear_kernel", "combine_kernel"),
+    *recurrent_contracts.CONTRACTS,
+    *chunk_contracts.CONTRACTS,
+}
+_RESULTS = ("output", "normed", "total", "split_output", "split_lse")  # arguments
 OF_CONTEXTS = {*kernel_contracts.CONTRACTS, "index_scores_kernel"}  # which long contexts would make slow
 
 
@@ -67,6 +76,8 @@ class Launches:
         arguments: the integers that each kernel got, by "kernel.argument".
         computes: whether attention and cache writes compute their results; else they only check their arguments, and
             attention's output is zero.
+        is_starting: an engine warms up or captures graphs, whose numbers are not read: floating-point results are
+            zero. Contracts are checked.
         is_serving: the engine has said that it is ready: a variant that is new now is an error.
     """
 
@@ -76,6 +87,7 @@ class Launches:
     counts: dict[str, int] = field(default_factory=dict)
     arguments: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     computes: bool = True
+    is_starting: bool = False
     is_serving: bool = False
     num_compiled: int = 0
 
@@ -110,9 +122,11 @@ class Launches:
         self.counts.clear()
         self.is_serving = False
 
-    def _before_compilation(self, *, key: str, repr: str, fn: Any, **_: Any) -> bool:
+    def _before_compilation(self, *, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         """Triton's hook: it has no machine code for this key. True keeps it from compiling."""
         name = fn.name.rpartition(".")[2]
+        if not self.compiles:  # what Triton then finds; without it, every launch would describe its variant again
+            fn.jit_function.device_caches[compile["device"]][0][key] = _NOT_COMPILED
         if (name, key) not in self.variants:
             line = caller_line()
             self.variants[name, key] = line
@@ -120,6 +134,16 @@ class Launches:
                 self.machine.faults.append(f"{name} is compiled while the engine serves, at {line}: {key}")
         self.num_compiled += self.compiles
         return not self.compiles
+
+    def _computes(self, name: str) -> bool:
+        """Whether a kernel computes its results now."""
+        return (self.computes or name not in OF_CONTEXTS) and not (self.is_starting and name in _FLOATS_ALONE)
+
+    def _zero(self, arguments: dict[str, Any]) -> None:
+        """Write zeros where a kernel would write results: a step whose result is NaN ends its requests."""
+        results = [plain(arguments[name]).zero_() for name in _RESULTS if arguments.get(name) is not None]
+        if self.machine.captured is not None:
+            self.machine.captured.results += results  # uninitialized again when a replay begins
 
     def _launch(
         self, run: Callable[..., Any], kernel: Any, args: Any, grid: tuple[int, ...], options: dict[str, Any]
@@ -130,30 +154,30 @@ class Launches:
         if any(size > most for size, most in zip(grid, MOST_PROGRAMS, strict=False)):
             raise ContractError(f"{name}: the grid {grid} exceeds {MOST_PROGRAMS}")
         self.counts[name] = self.counts.get(name, 0) + 1
-        names = inspect.signature(kernel.fn).parameters
-        bound = inspect.signature(kernel.fn).bind(*args, **{k: v for k, v in options.items() if k in names})
+        names = kernel.signature.parameters
+        bound = dict(zip(names, args, strict=False)) | {k: v for k, v in options.items() if k in names}
         index = self.machine.current_device
-        for parameter, value in bound.arguments.items():
+        for parameter, value in bound.items():
             if isinstance(value, int):
                 self.arguments[f"{name}.{parameter}"].add(value)
             if isinstance(value, torch.Tensor) and not isinstance(value, DeviceTensor):
                 raise ValueError(f"Pointer argument {parameter} of {name} cannot be accessed from Triton (cpu tensor?)")
             if isinstance(value, DeviceTensor) and value.device.index != index:
                 raise RuntimeError(f"{parameter} of {name} is on {value.device}, the current device is cuda:{index}")
-        run(kernel, *args, grid=grid, warmup=True, **options)
+        run(kernel, *args, grid=grid, warmup=True, **options)  # which also refuses arguments that do not fit
         self.machine.launch(index)
-        line = caller_line()
+        line = None if self.machine.captured is None else caller_line()  # a replay runs elsewhere
 
         def compute() -> None:
             try:
                 with _disable_current_modes():
-                    result = CONTRACTS[name](SimpleNamespace(**bound.arguments), grid)
-                    if self.computes or name not in OF_CONTEXTS:
+                    result = CONTRACTS[name](SimpleNamespace(**bound), grid)
+                    if self._computes(name):
                         result()
-                    elif "output" in bound.arguments:
-                        plain(bound.arguments["output"]).zero_()  # a step whose result is NaN ends its requests
+                    else:
+                        self._zero(bound)
             except ContractError as error:
-                raise ContractError(f"{name}: {error}, launched at {line}") from error
+                raise ContractError(f"{name}: {error}, launched at {line or caller_line()}") from error
 
         compute()
         if self.machine.captured is not None:

@@ -23,6 +23,8 @@ from tests.gpu_rehearsal.scenarios import DEMO_MODEL, OPTIONS
 
 __all__ = ["Rehearsal", "simulated"]
 
+LARGEST_CHUNKS = 2048  # tokens
+
 
 class Rehearsal:
     """A simulated machine with two H200.
@@ -41,8 +43,11 @@ class Rehearsal:
 
         Steps do not overlap unless ``options`` say so: a call of ``Runner.run`` is one of them.
         """
-        self.launches.is_serving = False
-        llm = LLM(model, **{**OPTIONS, "device": "cuda", "async_scheduling": False, **options})
+        self.launches.is_serving, self.launches.is_starting = False, True
+        try:
+            llm = LLM(model, **{**OPTIONS, "device": "cuda", "async_scheduling": False, **options})
+        finally:
+            self.launches.is_starting = False
         self.launches.is_serving = True
         return llm
 
@@ -59,12 +64,19 @@ def simulated(monkeypatch: pytest.MonkeyPatch, *, has_flash_attn: bool = False) 
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(distributed, "ProcessGroupNCCL", ranks.make_process_group(machine))
     monkeypatch.setattr("engine.worker.worker_pool.RemoteRanks", ranks.ThreadRanks)
+    _capture_fewer_graphs(monkeypatch)
     for module in [module for name, module in sys.modules.items() if name.startswith("engine.")]:
         if getattr(module, "perf_counter", None) is time.perf_counter:
             monkeypatch.setattr(module, "perf_counter", machine.clock.perf_counter)
     monkeypatch.setattr(Engine, "step", _checked(machine, Engine.step))
     with SimulatedGpu(machine):
         yield Rehearsal(machine, launches)
+
+
+def _capture_fewer_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let graphs of chunks have two sizes of each kind; capturing them takes most of an engine's start."""
+    monkeypatch.setattr("engine.worker.graphs.batch_shape._CHUNK_SIZES", (32, LARGEST_CHUNKS))
+    monkeypatch.setattr("engine.worker.graphs.batch_graphs.mixed_decode_sizes", lambda max_num_seqs: [0, max_num_seqs])
 
 
 def _checked(machine: Machine, step: Callable[[Engine], Any]) -> Callable[[Engine], Any]:

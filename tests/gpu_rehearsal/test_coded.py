@@ -76,24 +76,25 @@ def test_batch_invariant_layers_answer_alike(case: tuple[str, Any], gpu: Rehears
 
 def test_which_layers_stay_codes(models: Models, gpu: Rehearsal, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    dense = start(gpu, models.path("gptq"))
+    dense = start(gpu, models.path("gptq"), **EAGER)
     assert len(coded_layers(dense)) == 2 * 4  # of two layers; the head is not quantised
     assert "14 weights (GPTQ) are computed from their codes" in caplog.text
     for layer in coded_layers(dense):
         num_bytes = sum(weight.nbytes for weight in layer.parameters())
         assert 4 <= 8 * num_bytes / (layer.in_features * layer.out_features) < 5.5
-    experts = start(gpu, models.path("qwen3-moe"))
+    experts = start(gpu, models.path("qwen3-moe"), **EAGER)
     assert len(coded_layers(experts)) == 3 * 2 + 2  # of three layers, one without experts
     assert len(coded_stacks(experts)) == 2 * 2
     assert "dequantised" not in caplog.text
-    assert len(coded_layers(start(gpu, models.path("gptq-head")))) == 2 * 4 + 1
-    mixed = coded_layers(start(gpu, models.path("auto-round")))
+    assert len(coded_layers(start(gpu, models.path("gptq-head"), **EAGER))) == 2 * 4 + 1
+    mixed = coded_layers(start(gpu, models.path("auto-round"), **EAGER))
     assert max(len(layer.sections) for layer in mixed) == 2
     gpu.machine.check()
 
 
 def test_no_number_of_rows_compiles_a_kernel(models: Models, gpu: Rehearsal) -> None:
-    llm = start(gpu, models.path("gptq-head"), dtype="bfloat16", max_num_batched_tokens=300, max_num_seqs=40)
+    options = {"max_num_batched_tokens": 300, "max_num_seqs": 40}
+    llm = start(gpu, models.path("gptq-head"), dtype="bfloat16", **options, **EAGER)
     assert len({layer.scratch.data_ptr() for layer in coded_layers(llm)}) == 1  # of all layers
     gpu.launches.counts.clear()
     requests = Scenario([{"temperature": 0.0}] * 40, [3, 1, 7, 90, 250])
@@ -134,7 +135,7 @@ def test_no_number_of_tokens_compiles_a_kernel_of_experts(models: Models, gpu: R
 
 
 def test_nothing_stays_codes_if_that_is_asked_for(models: Models, gpu: Rehearsal) -> None:
-    assert not coded_layers(start(gpu, models.path("gptq"), quantization="dequantize"))
+    assert not coded_layers(start(gpu, models.path("gptq"), quantization="dequantize", **EAGER))
 
 
 @pytest.mark.parametrize("case", ["gptq"], indirect=True)

@@ -68,21 +68,22 @@ def shapes(llm: LLM) -> list[BatchShape]:
     return llm.engine.runner.workers.local.graphs._graphs.shapes  # type: ignore[attr-defined, no-any-return]
 
 
-@pytest.mark.parametrize("num_seqs", [1, 3, 16])
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_layers_add_no_launches_to_decodes_and_prompts(
-    checkpoints: list[Path], gpu: Rehearsal, num_seqs: int, overlaps: bool
-) -> None:
+def test_layers_add_no_launches_to_decodes_and_prompts(checkpoints: list[Path], gpu: Rehearsal, overlaps: bool) -> None:
     seen = []
     for path in checkpoints:
         steps = Steps(gpu, start(gpu, path, async_scheduling=overlaps))
-        steps.generate(num_seqs)
-        decode = (1,) * num_seqs
-        assert steps.replays == {(3,) * num_seqs: 1, decode: 1}
-        seen.append((steps.launches[decode], steps.launches[(3,) * num_seqs]))
-    assert seen[0] == seen[1]
-    assert seen[0][0] <= A_STEP + OF_OVERLAP * overlaps
-    assert seen[0][1] <= A_STEP + OF_TABLES
+        for num_seqs in (1, 3, 16):
+            steps.generate(num_seqs)
+        seen.append(steps)
+    single, two = seen
+    assert single.launches == two.launches
+    for num_seqs in (1, 3, 16):
+        prompts, decodes = (3,) * num_seqs, (1,) * num_seqs
+        assert single.replays[prompts] == single.replays[decodes] == 1
+        assert single.launches[decodes] <= A_STEP + OF_OVERLAP * overlaps
+        assert single.launches[prompts] <= A_STEP + OF_TABLES
+    assert set(single.replays.values()) == set(two.replays.values()) == {1}
     gpu.machine.check()
 
 

@@ -29,7 +29,7 @@ from tests.waiting import HANG_S
 
 @pytest.mark.parametrize(("option", "device"), [("auto", "cuda:0"), ("cuda", "cuda:0"), ("cuda:1", "cuda:1")])
 def test_an_engine_loads_on_its_gpu(option: str, device: str, gpu: Rehearsal) -> None:
-    llm = gpu.start(device=option)
+    llm = gpu.start(device=option, enforce_eager=True)
     assert llm.engine.info.device == device
     llm.generate([{"prompt_token_ids": [20, 30]}], SamplingParams(max_tokens=2), use_tqdm=False)
     gpu.machine.check()

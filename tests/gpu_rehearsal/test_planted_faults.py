@@ -88,7 +88,7 @@ def test_a_cpu_tensor_for_a_kernel(gpu: Rehearsal, monkeypatch: pytest.MonkeyPat
 def test_uninitialized_memory(gpu: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> None:
     """It holds NaN, which reaches the answer."""
     plant(monkeypatch, FORWARD, EMBEDDED, "hidden = hidden + torch.empty_like(hidden)")
-    llm = gpu.start()
+    llm = gpu.start(enforce_eager=True)
     params = SamplingParams(temperature=0.0, max_tokens=3)
     (output,) = llm.generate([{"prompt_token_ids": [20, 30, 40]}], params, use_tqdm=False)
     assert output.outputs[0].finish_reason == "abort"
