@@ -37,6 +37,7 @@ from kernels.linear.registry import QUANTIZATIONS
 
 __all__ = ["EngineConfig", "SpeculativeConfig"]
 
+STEP_TOKENS = {"cpu": 2048, "cuda": 8192}  # by the type of the device; as vLLM's on GPUs
 DEFAULT_MAX_LOGPROBS = 20  # as in vLLM
 LEAST_FLOAT = math.nextafter(0.0, 1.0)
 MAX_FLOAT = sys.float_info.max
@@ -74,7 +75,8 @@ class EngineConfig:
             them in ``dtype``.
         max_model_len: context length in tokens; None takes the model's.
         max_num_seqs: maximum sequences that run in one step.
-        max_num_batched_tokens: maximum tokens computed in one step; longer prompts are chunked.
+        max_num_batched_tokens: maximum tokens computed in one step; longer prompts are chunked. None: 8,192 on a GPU,
+            which computes small steps in less time than its host takes to launch them, and 2,048 on a CPU.
         long_prefill_threshold: maximum tokens of one prompt computed in one step, so that other requests also progress;
             0 sets no limit.
         max_decode_slowdown: how many times longer a step with decodes and prefills may take than its decodes alone,
@@ -153,7 +155,7 @@ class EngineConfig:
     quantization: Annotated[str | None, optional(choice(*QUANTIZATIONS))] = None
     max_model_len: Annotated[int | None, optional(integer(1))] = None
     max_num_seqs: Annotated[int, integer(1)] = 256
-    max_num_batched_tokens: Annotated[int, integer(1)] = 2048
+    max_num_batched_tokens: Annotated[int | None, optional(integer(1))] = None
     long_prefill_threshold: Annotated[int, integer(0)] = 0
     max_decode_slowdown: Annotated[float | None, optional(number(1.0, MAX_FLOAT, "of at least 1"))] = 1.4
     target_inter_token_ms: Annotated[float | None, optional(number(LEAST_FLOAT, MAX_FLOAT, "above 0"))] = 50.0
@@ -212,6 +214,17 @@ class EngineConfig:
         """The checked ``speculative_config``."""
         assert not isinstance(self.speculative_config, dict)
         return self.speculative_config
+
+    @property
+    def tokens_per_step(self) -> int:
+        """The most tokens of a step: ``max_num_batched_tokens``, or what it is on a CPU if it is None."""
+        return self.max_num_batched_tokens or STEP_TOKENS["cpu"]
+
+    def on_device(self, device_type: str) -> EngineConfig:
+        """Return the config with the defaults of a device, ``cpu`` or ``cuda``, for options that are None."""
+        if self.max_num_batched_tokens is not None:
+            return self
+        return dataclasses.replace(self, max_num_batched_tokens=STEP_TOKENS[device_type])
 
     @classmethod
     def from_options(cls, model: str, options: dict[str, Any]) -> EngineConfig:

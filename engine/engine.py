@@ -128,8 +128,10 @@ class Engine:
         options = ", ".join(f"{name}={value!r}" for name, value in vars(config).items())
         logger.info("Initializing an engine with config: %s", options)
         started = perf_counter()
-        from engine.worker.model_runner import ModelRunner  # imports torch
+        from engine.worker.device import resolve_device  # imports torch
+        from engine.worker.model_runner import ModelRunner
 
+        config = config.on_device(resolve_device(config, rank=None).type)
         engine = cls(config, ModelRunner(config, hosts), sink, on_kv_events)
         logger.info("init engine took %.2f seconds", perf_counter() - started)
         return engine

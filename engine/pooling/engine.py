@@ -87,7 +87,9 @@ class PoolingEngine:
         """
         logger.info("Initializing a pooling engine with config: %s, %s", config, pooling)
         from engine.pooling.runner import PoolingRunner  # imports torch
+        from engine.worker.device import resolve_device
 
+        config = config.on_device(resolve_device(config, rank=None).type)
         return cls(config, PoolingRunner(config, pooling), sink)
 
     @property
@@ -167,7 +169,7 @@ class PoolingEngine:
         """Compute one batch, and return the results of its texts."""
         outputs = StepOutputs()
         started = perf_counter()
-        batch = self._queue.next_batch(self.config.max_num_batched_tokens, self.config.max_num_seqs)
+        batch = self._queue.next_batch(self.config.tokens_per_step, self.config.max_num_seqs)
         if not batch:
             return outputs
         self.meter.num_running = len(batch)

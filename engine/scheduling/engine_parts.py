@@ -66,7 +66,7 @@ def new_scheduler(
     return Scheduler(
         block_manager,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=config.tokens_per_step,
         long_prefill_threshold=config.long_prefill_threshold,
         pace=pace,
         drafter=drafter,
@@ -85,7 +85,7 @@ def new_validator(config: EngineConfig, info: EngineInfo, scheduler: Scheduler) 
         max_num_seqs=scheduler.max_num_running,
         shares_prefixes=config.enable_prefix_caching,
         windows=tuple((pages_in_reach(window, info.block_size), pages) for window, pages in info.windows),
-        step_pages=-(-config.max_num_batched_tokens // info.block_size),
+        step_pages=-(-config.tokens_per_step // info.block_size),
     )
 
 

@@ -63,6 +63,7 @@ def estimate_capacity(config: EngineConfig) -> Capacity:
         ModelLoadError: the checkpoint cannot be served.
     """
     shard = ModelShard(config, 0)
+    config = config.on_device(shard.device.type)
     known = Capacity(
         shard.model_config.architecture,
         str(shard.device),

@@ -197,7 +197,7 @@ def pools_that_fit(config: EngineConfig, sizes: PageSizes, memory: int, max_mode
     limits = {
         "max_model_len": max_model_len,
         "max_num_seqs": config.max_num_seqs,
-        "max_step_tokens": config.max_num_batched_tokens,
+        "max_step_tokens": config.tokens_per_step,
         "num_snapshots": num_snapshots,
     }
     while not (pools := sizes.divide(memory, num_tokens=num_tokens, **limits)).num_blocks and num_tokens > 1:
@@ -217,7 +217,7 @@ def pools_of_blocks(config: EngineConfig, sizes: PageSizes) -> PoolSizes:
     num_tokens, num_snapshots = config.typical_seq_len or _TYPICAL_TOKENS, _num_snapshots(config)
     num_seqs = max(_FEWEST_SEQUENCES, -(-config.num_blocks * sizes.block_size // num_tokens))
     num_seqs = min(config.max_num_seqs, config.num_blocks, num_seqs)
-    step_pages = -(-config.max_num_batched_tokens // sizes.block_size)
+    step_pages = -(-config.tokens_per_step // sizes.block_size)
     num_slots = num_seqs * (1 + num_snapshots) if sizes.slot else 0
     return PoolSizes(
         num_blocks=config.num_blocks,

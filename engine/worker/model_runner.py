@@ -221,7 +221,7 @@ class ModelRunner:
             pools = smallest(self.workers.call("measure_pools"))
         if pools.num_blocks * self.block_size < 2:
             raise ConfigError("num_blocks=1 of block_size=1 holds no prompt with an answer; raise one of them")
-        most_running = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        most_running = min(self.config.max_num_seqs, self.config.tokens_per_step)
         pools = replace(pools, num_snapshots=max(pools.num_snapshots, pools.num_slots - most_running))
         on_gpu = self.device.type != "cpu"
         pools = host_pools_for(self.config, pools, page_sizes, self.max_model_len, is_on_gpu=on_gpu)
@@ -237,7 +237,7 @@ class ModelRunner:
         worker, draft = self.workers.local, self.workers.local.shard.draft
         if draft is None:
             return None
-        weight_bytes, max_pass_tokens = worker.shard.weight_bytes, self.config.max_num_batched_tokens
+        weight_bytes, max_pass_tokens = worker.shard.weight_bytes, self.config.tokens_per_step
         if worker.draft_passes is None:
             return CpuDraftModel(draft, worker.kv_cache, weight_bytes=weight_bytes, max_pass_tokens=max_pass_tokens)
         return GpuDraftModel(

@@ -247,7 +247,7 @@ class ModelShard:
             dtype=self.dtype,
             device=self.device,
             windows=self.model.attention.windows,
-            max_query_len=min(self.config.max_num_batched_tokens, self.max_model_len),
+            max_query_len=min(self.config.tokens_per_step, self.max_model_len),
             max_seq_len=self.max_model_len,
         )
         return self.backend.warm_up_batches(limits)
@@ -284,11 +284,11 @@ class ModelShard:
         """Largest step whose scratch memory is preallocated."""
         if not isinstance(self.model, CpuDecoder):
             return 0
-        return min(self.config.max_num_batched_tokens, MAX_PREALLOCATED_TOKENS)
+        return min(self.config.tokens_per_step, MAX_PREALLOCATED_TOKENS)
 
     def make_tables(self, num_blocks: int | None = None) -> BlockTables:
         """Return block tables for a pool of ``num_blocks``; None: of any size."""
-        num_rows = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)  # sequences in a batch, at most
+        num_rows = min(self.config.max_num_seqs, self.config.tokens_per_step)  # sequences in a batch, at most
         max_blocks = -(-self.max_model_len // self.block_size)
         return BlockTables(num_rows, min(max_blocks, num_blocks or max_blocks), self.device)
 

@@ -60,7 +60,7 @@ class StepGraphs:
         With 8B parameters an H200 computes 512 tokens in the 14 ms that its host took for a step without a graph.
         """
         tokens = CHUNK_TOKENS_OF_16_GB * 16e9 / max(self._shard.weight_bytes, 1)
-        return min(self._shard.config.max_num_batched_tokens, max(CHUNK_TOKENS_OF_16_GB, int(tokens)))
+        return min(self._shard.config.tokens_per_step, max(CHUNK_TOKENS_OF_16_GB, int(tokens)))
 
     def find(self, plan: StepPlan) -> BatchGraph | None:
         """Return the graph that computes a step; None if there is none."""

@@ -38,7 +38,7 @@ class WarmUp:
                 shard.forward(_with_windows(step, cache), cache)
         if (draft := shard.draft) is not None and shard.device.type == "cuda":
             part = draft.part_of(shard.make_cache())
-            for query_len, seq_len in draft.warm_up_batches(shard.config.max_num_batched_tokens):
+            for query_len, seq_len in draft.warm_up_batches(shard.config.tokens_per_step):
                 step = one_sequence(query_len, seq_len, block_size=shard.block_size, device=shard.device)
                 draft.forward(step, part)
 

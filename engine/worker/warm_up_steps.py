@@ -29,7 +29,7 @@ def largest_step(
     Args:
         num_prompt_logits: the largest number of prompt tokens whose logits are computed at once.
     """
-    num_tokens = config.max_num_batched_tokens
+    num_tokens = config.tokens_per_step
     length = min(num_tokens, max_model_len)
     lengths = [min(length, num_tokens - start) for start in range(0, num_tokens, length)]
     num_draft_tokens = config.speculation.num_speculative_tokens if config.speculation is not None else 0

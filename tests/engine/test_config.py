@@ -118,6 +118,13 @@ def test_a_config_is_checked_without_torch() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
+def test_a_step_has_more_tokens_on_a_gpu_unless_the_option_is_set() -> None:
+    for device_type, num_tokens in (("cpu", 2048), ("cuda", 8192)):
+        assert EngineConfig(model="m").on_device(device_type).tokens_per_step == num_tokens
+        assert EngineConfig(model="m", max_num_batched_tokens=100).on_device(device_type).tokens_per_step == 100
+    assert EngineConfig(model="m").tokens_per_step == 2048
+
+
 def test_config_is_frozen() -> None:
     with pytest.raises(AttributeError):
         EngineConfig(model="m").dtype = "float32"  # type: ignore[misc]

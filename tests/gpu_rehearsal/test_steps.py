@@ -68,6 +68,11 @@ def test_a_cache_that_the_gpu_cannot_hold(gpu: Rehearsal) -> None:
         gpu.start(num_blocks=None, kv_cache_memory="4GiB")
 
 
+def test_steps_have_8192_tokens_unless_the_option_is_set(gpu: Rehearsal) -> None:
+    llm = gpu.start(max_num_batched_tokens=None, enforce_eager=True)
+    assert llm.engine.config.max_num_batched_tokens == llm.engine.scheduler.max_num_batched_tokens == 8192
+
+
 def test_swapped_blocks_are_unpinned_at_the_end(gpu: Rehearsal) -> None:
     llm = gpu.start(**SCENARIOS["swapped"].options)
     assert gpu.machine.host_memory.num_registered == 1

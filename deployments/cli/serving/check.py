@@ -93,7 +93,7 @@ def _engine(config: AppConfig, capacity: Capacity) -> Iterator[tuple[str, str]]:
         "one engine",
         f"{capacity.architecture} on {capacity.device}{ranks}, {capacity.dtype}{fp8}, attention {capacity.backend}; "
         f"context {capacity.max_model_len:,} tokens; at most {options.max_num_seqs} sequences and "
-        f"{options.max_num_batched_tokens:,} tokens a step",
+        f"{options.on_device(capacity.device.partition(':')[0]).tokens_per_step:,} tokens a step",
     )
     size = capacity.weight_bytes
     yield "weights", "quantised; measured at the start" if size is None else _size(size)

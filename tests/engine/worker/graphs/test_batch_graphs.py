@@ -60,13 +60,11 @@ def test_steps_of_many_tokens_have_no_graph(max_chunk_tokens: int, sizes: list[i
 
 
 @pytest.mark.parametrize(
-    ("gigabytes", "max_num_batched_tokens", "tokens"),
+    ("gigabytes", "tokens_per_step", "tokens"),
     [(1.2, 8192, 6826), (8, 8192, 1024), (16, 8192, 512), (140, 8192, 512), (1.2, 300, 300)],
 )
-def test_a_large_model_computes_long_chunks_without_graphs(
-    gigabytes: float, max_num_batched_tokens: int, tokens: int
-) -> None:
-    config = SimpleNamespace(max_num_batched_tokens=max_num_batched_tokens)
+def test_a_large_model_computes_long_chunks_without_graphs(gigabytes: float, tokens_per_step: int, tokens: int) -> None:
+    config = SimpleNamespace(tokens_per_step=tokens_per_step)
     shard: Any = SimpleNamespace(weight_bytes=int(gigabytes * 1e9), config=config)
     assert StepGraphs(shard)._max_chunk_tokens == tokens
 
