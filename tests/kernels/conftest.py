@@ -104,6 +104,9 @@ def kernel_device() -> torch.device:
     _speed_up_interpreter()
     _correct_products_of_interpreter()
     _correct_roundings_of_interpreter()
+    from tests.kernels.interpreted_memory import Bounds
+
+    Bounds(pytest.MonkeyPatch())  # of every kernel from now on
     return torch.device("cpu")
 
 
