@@ -200,12 +200,13 @@ class EngineConfig:
                 value=self.device,
                 remedy="choose cuda",
             )
-        if self.tensor_parallel_size > 1 and self.speculation is not None and self.speculation.method == "draft_model":
+        method = None if self.speculation is None else self.speculation.method
+        if self.tensor_parallel_size > 1 and method in ("draft_model", "mtp"):
             raise ConfigError(
                 "needs tensor_parallel_size=1",
                 param="speculative_config",
                 part="method",
-                value="draft_model",
+                value=method,
                 remedy="choose ngram or suffix",
             )
 

@@ -65,7 +65,7 @@ class KVCache:
     Attributes:
         layers: each declaration's tensors: (keys, values), ``[num_pages, block_size, heads, key_dim or value_dim]``,
             (latents,), ``[num_pages, block_size, rank + rope_dim]``, (index keys,), ``[num_pages, block_size, dim]``,
-            (marks,), ``[num_pages, block_size, 8 bytes]``,
+            (hidden states,), ``[num_pages, block_size, size]``, (marks,), ``[num_pages, block_size, 8 bytes]``,
             or the states, ``[num_slots, *shape]``; of a SharedWith those of the declaration that it names.
         blocks: pages of the layers that attend to everything.
         windows: pages of the layers with each window, in the order of ``windows_of``.

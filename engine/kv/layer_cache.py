@@ -1,10 +1,11 @@
-"""What a layer caches: KeyValue, Latent, IndexKey, PrefixMark, State, SharedWith. Models declare it; pools follow.
+"""What a layer caches: KeyValue, Latent, IndexKey, HiddenState, PrefixMark, State, SharedWith. Models declare it.
 
 A declaration is of one tensor-parallel rank's share of a layer. It does not know the model, and needs no torch. Its
-numbers have the model's dtype, unless it says that they are FP8. A layer of attention declares a KeyValue or a Latent,
-a recurrent one a State; one with both declares two. An attention layer that reads the keys and values of an earlier
-layer declares a SharedWith. One that chooses the tokens it attends to declares an IndexKey after its Latent. The layers
-of a draft model are declared after those of the model whose tokens it drafts, with a PrefixMark.
+numbers have the model's dtype, unless it says that they are FP8. Pools follow from the declarations. A layer of
+attention declares a KeyValue or a Latent, a recurrent one a State; one with both declares two. An attention layer that
+reads the keys and values of an earlier layer declares a SharedWith. One that chooses the tokens it attends to declares
+an IndexKey after its Latent. The layers of a draft model are declared after those of the model whose tokens it drafts,
+with a PrefixMark; a layer of multi-token prediction (MTP) declares a HiddenState, too.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from kernels.attention.window import Chunk, Window, most_keys
 
 __all__ = [
     "CacheDtype",
+    "HiddenState",
     "IndexKey",
     "KeyValue",
     "Latent",
@@ -126,6 +128,32 @@ class IndexKey:
 
 
 @dataclass(frozen=True, slots=True)
+class HiddenState:
+    """A model's last hidden state after each token, from which layers of multi-token prediction (MTP) draft.
+
+    Attributes:
+        size: numbers of the hidden state.
+    """
+
+    size: int
+
+    @property
+    def window(self) -> None:
+        """None: all tokens are kept."""
+        return None
+
+    @property
+    def token_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shape of a token's hidden state."""
+        return ((self.size,),)
+
+    @property
+    def elements_per_token(self) -> int:
+        """Numbers that one token takes."""
+        return self.size
+
+
+@dataclass(frozen=True, slots=True)
 class PrefixMark:
     """64 bits for each token, which say after which tokens the caches beside them were computed.
 
@@ -180,7 +208,7 @@ class SharedWith:
     index: int
 
 
-TokenCache = KeyValue | Latent | IndexKey | PrefixMark  # kept for each token, in pages
+TokenCache = KeyValue | Latent | IndexKey | HiddenState | PrefixMark  # kept for each token, in pages
 LayerCache = TokenCache | State | SharedWith
 
 

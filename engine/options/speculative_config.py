@@ -30,6 +30,7 @@ _OPTIONS = {  # of each method
         "suffix_decoding_min_token_prob",
     ),
     "draft_model": (*_SHARED, "model", "quantization"),
+    "mtp": _SHARED,
 }
 
 
@@ -42,10 +43,12 @@ class SpeculativeConfig:
             tokens (prompt lookup decoding, A. Saxena, 2023). ``suffix``: those that most often followed the longest
             match of the sequence's end, in its prompt and answer or in earlier answers of the engine (SuffixDecoding,
             Oliaro et al., 2024). ``draft_model``: those that a smaller model samples with the same noise, so that it
-            agrees with the large one where their distributions are alike (Daliri et al., 2024, arXiv 2408.07978). With
-            any of them, the ``prediction`` of a request comes first.
+            agrees with the large one where their distributions are alike (Daliri et al., 2024, arXiv 2408.07978).
+            ``mtp``: those that the checkpoint's own layer of multi-token prediction samples, with the same noise too.
+            With any of them, the ``prediction`` of a request comes first.
         num_speculative_tokens: most draft tokens of a sequence in one step, at most 128; with ``suffix`` the default is
-            suffix_decoding_max_tree_depth. With ``max_decode_slowdown``, fewer are computed where they do not pay.
+            suffix_decoding_max_tree_depth, and with ``mtp`` 1. With ``max_decode_slowdown``, fewer are computed where
+            they do not pay.
         prompt_lookup_max: longest n-gram that is looked up; default 5, or prompt_lookup_min if that is more.
         prompt_lookup_min: shortest n-gram; default 3, or prompt_lookup_max if that is less.
         suffix_decoding_max_tree_depth: most tokens of a match and of the draft after it together.
@@ -138,6 +141,8 @@ def _defaults(options: dict[str, Any]) -> dict[str, Any]:
         "prompt_lookup_max": max(LONGEST_NGRAM, shortest) if isinstance(shortest, int) else LONGEST_NGRAM,
         "prompt_lookup_min": min(SHORTEST_NGRAM, longest) if isinstance(longest, int) else SHORTEST_NGRAM,
     }
+    if options.get("method") == "mtp":
+        return lengths | {"num_speculative_tokens": 1}
     if options.get("method") != "suffix":
         return lengths
     depth = options.get("suffix_decoding_max_tree_depth", TREE_DEPTH)

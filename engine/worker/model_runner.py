@@ -30,6 +30,7 @@ from engine.sampling.sampler import Sampler
 from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput, StepTimes
 from engine.sequence import Sequence, SequenceGroup
 from engine.worker.drafting.cpu_draft_model import CpuDraftModel
+from engine.worker.drafting.cpu_mtp_model import CpuMtpModel
 from engine.worker.drafting.gpu_draft_model import GpuDraftModel
 from engine.worker.drafting.prefix_marks import HostPrefixMarks
 from engine.worker.memory import host_pools_for, pools_of_blocks
@@ -56,7 +57,7 @@ class ModelRunner:
         hosts: where the ranks run; None: all on this host.
 
     Attributes:
-        draft_model: the draft model; None if the config has none.
+        draft_model: the draft model, or the MTP layer; None if the config has neither.
 
     Raises:
         ConfigError: if an option does not fit the model, the backend or the machine.
@@ -235,9 +236,11 @@ class ModelRunner:
 
     def _new_draft_model(self) -> CpuDraftModel | GpuDraftModel | None:
         worker, draft = self.workers.local, self.workers.local.shard.draft
+        weight_bytes, max_pass_tokens = worker.shard.weight_bytes, self.config.tokens_per_step
+        if (mtp := worker.shard.mtp) is not None:
+            return CpuMtpModel(mtp, worker.kv_cache, weight_bytes=weight_bytes, max_pass_tokens=max_pass_tokens)
         if draft is None:
             return None
-        weight_bytes, max_pass_tokens = worker.shard.weight_bytes, self.config.tokens_per_step
         if worker.draft_passes is None:
             return CpuDraftModel(draft, worker.kv_cache, weight_bytes=weight_bytes, max_pass_tokens=max_pass_tokens)
         return GpuDraftModel(

@@ -33,6 +33,7 @@ from engine.models.decoder.loader import load_decoder
 from engine.models.tensor_parallel import TensorParallel
 from engine.worker.device import resolve_device
 from engine.worker.drafting.draft_decoder import DraftDecoder
+from engine.worker.drafting.mtp_decoder import new_mtp_decoder
 from engine.worker.rank_sizes import require_rank_size
 from engine.worker.step_plan import ModelInput
 from kernels.attention.base import AttentionBackend, StepLimits
@@ -70,6 +71,7 @@ class ModelShard:
         model: the model, after ``load``.
         kv_cache_dtype: of keys and values.
         draft: the draft model, whose weights ``load`` loads; None if the config has none.
+        mtp: the layer of multi-token prediction, likewise.
 
     Raises:
         ConfigError: if an option does not fit the model, the backend or the machine.
@@ -102,6 +104,14 @@ class ModelShard:
         except ValueError as error:
             raise ConfigError(str(error)) from error
         self.draft = self._draft_decoder()
+        self.mtp = new_mtp_decoder(
+            config,
+            self.model_config,
+            dtype=self.dtype,
+            device=self.device,
+            backend=self.backend,
+            max_model_len=self.max_model_len,
+        )
         if rank == 0:
             logger.info(
                 "Using %s attention backend on %s, with blocks of %d tokens (%s)",
@@ -186,7 +196,7 @@ class ModelShard:
         )
 
     def load(self, parallel: TensorParallel) -> None:
-        """Load the weights of a rank of ``parallel``, and those of the draft model if there is one.
+        """Load the weights of a rank of ``parallel``, and those of the draft model or the MTP layer if there is one.
 
         Raises:
             ModelLoadError: if the checkpoint cannot be served.
@@ -194,6 +204,8 @@ class ModelShard:
         self.model = self._load_model(parallel)
         if self.draft is not None:
             self.draft.load()
+        if self.mtp is not None:
+            self.mtp.load(self.model)
         return_freed_memory()  # the threads that read weights have left some of theirs, each in an arena of its own
 
     def _load_model(self, parallel: TensorParallel) -> Decoder | CpuDecoder | TransformersDecoder:
@@ -230,6 +242,8 @@ class ModelShard:
         own = kv_cache.part(0, len(self.model.layer_caches))
         context = ForwardContext(self.backend, model_input.metadata, own, windows, model_input.recurrent)
         hidden: torch.Tensor = self.model(model_input.token_ids, model_input.positions, context)
+        if self.mtp is not None:
+            self.mtp.keep(hidden, model_input.metadata.slot_mapping, kv_cache)
         return hidden
 
     def compute_prompt_logits(
@@ -266,13 +280,13 @@ class ModelShard:
 
     @property
     def layer_caches(self) -> tuple[LayerCache, ...]:
-        """What the layers of this rank's model cache, then those of the draft model if there is one."""
+        """What the layers of this rank's model cache, then those of the draft model or MTP layer if there is one."""
         return self.declared(self.model.layer_caches)
 
     def declared(self, layers: Sequence[LayerCache]) -> tuple[LayerCache, ...]:
-        """Return what ``layers`` of the model cache in this engine, then those of the draft model if there is one."""
-        own = in_dtype(layers, self.kv_cache_dtype)
-        return own if self.draft is None else self.draft.joined_with(own)
+        """Return what ``layers`` of the model cache in this engine, then those of what drafts for it."""
+        own, drafting = in_dtype(layers, self.kv_cache_dtype), self.draft or self.mtp
+        return own if drafting is None else drafting.joined_with(own)
 
     @property
     def page_sizes(self) -> PageSizes:

@@ -47,6 +47,8 @@ def model_digest(config: EngineConfig, info: EngineInfo) -> bytes:
     if config.speculation is not None and config.speculation.model is not None:
         models.append(config.speculation.model)  # its keys and values are in the same pages
         digest.update(repr(config.speculation.quantization).encode())
+    if config.speculation is not None and config.speculation.method == "mtp":
+        digest.update(b"mtp")  # likewise
     for path in chain.from_iterable(_files(Path(model)) for model in models):
         digest.update(f"{path.name}:{path.stat().st_size}:".encode())
         digest.update(_content_hash(path))

@@ -297,8 +297,12 @@ def _missing(checkpoint: Checkpoint, name: str) -> ModelLoadError:
 
 
 @contextmanager
-def open_checkpoint(path: str | Path) -> Iterator[Checkpoint]:
+def open_checkpoint(path: str | Path, *, has_mtp: bool = False) -> Iterator[Checkpoint]:
     """Open the safetensors files of a directory, or a GGUF file, and check the headers. No tensor is read.
+
+    Args:
+        path: of the directory or file.
+        has_mtp: whether layers of multi-token prediction are kept where they are not a part of the model of text.
 
     Raises:
         ModelLoadError: if there is no such file, a shard is missing, a file is corrupt or cut off, or the index
@@ -316,7 +320,7 @@ def open_checkpoint(path: str | Path) -> Iterator[Checkpoint]:
             stored = join_shards(file, weight_map, by_file)
         else:
             stored = _open(files, file)
-        yield Checkpoint(directory, *_entries(directory, stored, files))
+        yield Checkpoint(directory, *_entries(directory, stored, files, has_mtp=has_mtp))
 
 
 def _gguf_entries(path: Path, files: TensorFiles) -> dict[str, Entry]:
@@ -328,7 +332,7 @@ def _gguf_entries(path: Path, files: TensorFiles) -> dict[str, Entry]:
 
 
 def _entries(
-    directory: Path, stored: dict[str, StoredTensor], files: TensorFiles
+    directory: Path, stored: dict[str, StoredTensor], files: TensorFiles, *, has_mtp: bool
 ) -> tuple[dict[str, Entry], TensorFiles, StoredKVScales]:
     """Return the weights that the tensors hold, each quantised one as a single entry, and the scales of the cache."""
 
@@ -346,7 +350,7 @@ def _entries(
     except OSError as error:
         raise ModelLoadError(f"'{config}' could not be read: {error}") from error
     known = as_known_text(raw)
-    tensors = text_tensors(raw, stored)
+    tensors = text_tensors(raw, stored, has_mtp=has_mtp)
     entries = group_weights(tensors, read_quantization(directory, known), read)
     architecture = architecture_of(known)
     entries = with_stacked_experts(architecture, with_mlx_layout(architecture, entries))

@@ -36,17 +36,21 @@ _DROPPED = re.compile(
     r"projector|vision_embedder|vision_encoder|vision_model|vision_projection|vision_tower|visual|visual_embeddings_table)\.|"
     r"(model\.)?image_newline$|mtp\.|thinker\.(audio_tower|visual)\.|talker\.|code2wav\.|token2wav\."
 )
+_MTP = re.compile(r"(model\.)?mtp(_layers)?\.")
 # Qwen3-VL's experts are turned in some checkpoints, Llama 4's wherever a tensor holds all of a layer.
 _WITH_TURNED_EXPERTS = ("Qwen3VLMoeForConditionalGeneration", "Llama4ForCausalLM", "Llama4ForConditionalGeneration")
 _GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
 
 
-def text_tensors(raw: Mapping[str, Any], stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+def text_tensors(
+    raw: Mapping[str, Any], stored: dict[str, StoredTensor], *, has_mtp: bool = False
+) -> dict[str, StoredTensor]:
     """Return the tensors of the text part, renamed; all tensors if the architecture is not multimodal.
 
     Args:
         raw: the fields of config.json.
         stored: where each tensor is stored, by the name that the files have for it.
+        has_mtp: whether layers of multi-token prediction are kept; else they are dropped with what is not text.
 
     Raises:
         ModelLoadError: if two tensors have the same name after they are renamed.
@@ -60,7 +64,7 @@ def text_tensors(raw: Mapping[str, Any], stored: dict[str, StoredTensor]) -> dic
     text: dict[str, StoredTensor] = {}
     origins: dict[str, str] = {}
     for name, tensor in stored.items():
-        new = new_name(name)
+        new = name if has_mtp and _MTP.match(name) else new_name(name)
         if new is None:
             continue
         if new in text:

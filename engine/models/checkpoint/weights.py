@@ -111,6 +111,7 @@ def read_weights(
     device: torch.device,
     may_be_mapped: Callable[[str], bool] = lambda name: True,
     is_coded: Callable[[str], bool] = lambda name: False,
+    has_others: bool = False,
     show_progress: bool = False,
 ) -> Iterator[tuple[str, Weight]]:
     """Yield each parameter's name and its tensor on the device, or its codes, in the order of ``shapes``.
@@ -130,6 +131,7 @@ def read_weights(
         may_be_mapped: whether a parameter of this name may be a view of the file, if it needs no change. Return False
             for one that the caller copies: its memory is then freed with it, and not with the last tensor of the file.
         is_coded: whether a parameter of this name is read as codes; all its parts have a ``code_format``.
+        has_others: whether the checkpoint has tensors of other models, too.
         show_progress: show a bar on stderr if that is a terminal, else log the progress of a load that takes long.
 
     Raises:
@@ -140,7 +142,7 @@ def read_weights(
         replace(_parameter(name, shape, checkpoint, config, parallel, dtype), is_coded=is_coded(name))
         for name, shape in unstack(shapes)
     )
-    parameters = _require_match(checkpoint, wanted, config)
+    parameters = _require_match(checkpoint, wanted, config, has_others=has_others)
     checkpoint.expect(dict.fromkeys(part.name for parameter in parameters for part in parameter.parts))
     weights = _read_each(checkpoint, parameters, device, may_be_mapped)
     if not show_progress:
@@ -163,7 +165,9 @@ def _parameter(
     return _Parameter(name, shape, torch.float32 if is_float32 else dtype, parts, is_tied_head)
 
 
-def _require_match(checkpoint: Checkpoint, wanted: Iterable[_Parameter], config: ModelConfig) -> list[_Parameter]:
+def _require_match(
+    checkpoint: Checkpoint, wanted: Iterable[_Parameter], config: ModelConfig, *, has_others: bool
+) -> list[_Parameter]:
     """Return the parameters; raise ModelLoadError unless the checkpoint has exactly the tensors that they need.
 
     Each is checked before the next is taken: a config may say that there are many more experts than are stored.
@@ -175,6 +179,8 @@ def _require_match(checkpoint: Checkpoint, wanted: Iterable[_Parameter], config:
             shape = parameter.shape if part.shard is None else part.shard.stored_shape(parameter.shape)
             checkpoint.require(part.name, shape)
             unused.discard(part.name)
+    if has_others:
+        return parameters
     if config.tie_word_embeddings:
         unused.discard(HEAD)  # a copy that some checkpoints keep
     unused = {name for name in unused if not unread(name, checkpoint, config)}

@@ -13,6 +13,7 @@ from time import perf_counter
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from engine.models.checkpoint.stored_parts import EMBEDDING, HEAD
 from engine.models.config.model_config import ModelConfig
@@ -29,7 +30,7 @@ from kernels.cpu.coded_linear import packed_linear
 from kernels.cpu.experts import experts
 from kernels.cpu.gather import gather_packed_rows, gather_rows
 from kernels.cpu.layer import NormName, PackedLayer
-from kernels.cpu.linear import LANES, WeightKind
+from kernels.cpu.linear import LANES, PackedLinear, WeightKind
 from kernels.cpu.scratch import Scratch
 from kernels.cpu.step import CpuStep, add_attention, add_mlp, add_own_input, all_layers, logits, mixer_half, mlp_half
 
@@ -82,10 +83,12 @@ class CpuDecoder:
         dtype: of the KV cache, float32 or bfloat16.
         kind: the type of the linear layers' packed weights.
         plan: which weights stay codes.
+        lm_head: the head of another model, which this one shares; None: it has its own.
 
     Attributes:
         attention: the shape of this rank's attention layers.
         layer_caches: what each layer caches on this rank.
+        rope: as the argument.
     """
 
     def __init__(
@@ -97,8 +100,9 @@ class CpuDecoder:
         dtype: torch.dtype,
         kind: WeightKind,
         plan: CodedPlan = NO_CODES,
+        lm_head: PackedLinear | None = None,
     ) -> None:
-        self.embed_tokens = embed_tokens
+        self.embed_tokens, self.rope = embed_tokens, rope
         self.config, self.parallel = config, parallel
         self._head_is_embedding = head_is_embedding(config, parallel, kind)
         self._embedding_multiplier = config.embedding_multiplier_in(dtype)
@@ -114,9 +118,11 @@ class CpuDecoder:
                     layer.latent.set_growth(growth_factors(own.latent.query_growth, torch.arange(len(rope[table]))))
         self.norm = torch.empty(0)
         of_head = plan.sections.get(EMBEDDING if self._head_is_embedding else HEAD)
-        self.lm_head = packed_linear(kind, config.hidden_size, self.embed_tokens.num_embeddings, sections=of_head)
+        self.lm_head = lm_head or packed_linear(
+            kind, config.hidden_size, self.embed_tokens.num_embeddings, sections=of_head
+        )
         self._layer_inputs = CpuLayerInputs(config, parallel, dtype, kind) if config.per_layer_width else None
-        kinds = {kind, WeightKind.CODED} if plan.sections else {kind}
+        kinds = {kind, self.lm_head.kind} | ({WeightKind.CODED} if plan.sections else set())
         index = None if config.latent is None else config.latent.index
         self._top_k = None if index is None else index.top_k
         if index is not None:
@@ -176,7 +182,12 @@ class CpuDecoder:
 
     def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """Return the hidden states before the last norm, float32 [num_tokens, hidden_size]."""
-        hidden = self._embed(token_ids)
+        return self.compute(self.embed(token_ids), token_ids, positions, context)
+
+    def compute(
+        self, hidden: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        """Compute all layers on the input ``hidden`` of the first one, which becomes the result: see ``__call__``."""
         addend = hidden.new_empty(2, *hidden.shape) if self.parallel.size > 1 else None
         block_size = context.kv_cache.block_size
         own_inputs = None if self._layer_inputs is None else self._layer_inputs(token_ids, hidden)
@@ -206,13 +217,18 @@ class CpuDecoder:
             add_own_input(layer, step)
         return hidden
 
-    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings of tokens, float32 [num_tokens, hidden_size]."""
         if self._head_is_embedding:
             return gather_packed_rows(self.lm_head, token_ids, self._embedding_multiplier)
         if self.parallel.size == 1:
             return gather_rows(self.embed_tokens.weight, token_ids, self._embedding_multiplier)
         hidden: torch.Tensor = self.embed_tokens(token_ids)  # which also sums over the ranks
         return hidden.float() * self._embedding_multiplier
+
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return hidden states after the last norm, of which the logits are computed."""
+        return F.rms_norm(hidden, hidden.shape[-1:], self.norm, self.config.rms_norm_eps)
 
     def compute_logits(self, hidden: torch.Tensor, token_indices: torch.Tensor) -> torch.Tensor | None:
         """Return float32 logits [len(token_indices), vocab_size] on rank 0, else None; valid until the next call.

@@ -36,7 +36,7 @@ from kernels.recurrent.select import select_recurrent_ops
 if TYPE_CHECKING:
     from kernels.linear.coded_triton import CodedTritonLinear
 
-__all__ = ["load_decoder"]
+__all__ = ["Uninitialised", "load_decoder", "plan_of", "shapes_of"]
 
 Weights = Iterable[tuple[str, Weight]]
 
@@ -93,7 +93,7 @@ def load_decoder(
         )
         if parallel.rank == 0:
             logger.debug("Using %s linear layers (%s)", method.name, method.why_chosen)
-        with torch.device("meta"), _Uninitialised():
+        with torch.device("meta"), Uninitialised():
             recurrent_ops = select_recurrent_ops(device, batch_invariant=batch_invariant)
             skeleton = Decoder(config, rope, parallel, select_layer_ops(device), recurrent_ops)
         read = partial(
@@ -110,9 +110,9 @@ def load_decoder(
         plan, coded = NO_CODES, {}
         if isinstance(method, PackedLinears):
             is_head = head_is_embedding(config, parallel, method.kind)
-            shapes = _shapes(skeleton)
+            shapes = shapes_of(skeleton)
             make_plan = partial(plan_codes, shapes, checkpoint, config, parallel)
-            plan = _plan_of(method, shapes, make_plan if keeps_codes else None, is_head_embedding=is_head)
+            plan = plan_of(method, shapes, make_plan if keeps_codes else None, is_head_embedding=is_head)
             model = CpuDecoder(skeleton.embed_tokens, config, rope, parallel, dtype, method.kind, plan)
             _pack(model, shapes, read, is_head=is_head, plan=plan)
         else:
@@ -150,7 +150,7 @@ def _take_kv_scales(model: Decoder, checkpoint: Checkpoint) -> None:
         logger.info("Keys and values are cached in FP8 (E4M3); the checkpoint has the scales of %d layers", count)
 
 
-def _plan_of(
+def plan_of(
     method: PackedLinears,
     shapes: dict[str, torch.Size],
     plan_stored: Callable[..., CodedPlan] | None,
@@ -173,7 +173,8 @@ def _plan_of(
     return NO_CODES
 
 
-def _shapes(model: Decoder) -> dict[str, torch.Size]:
+def shapes_of(model: Decoder) -> dict[str, torch.Size]:
+    """Return the shapes of a decoder's parameters, by name."""
     return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
@@ -197,7 +198,7 @@ def _fill(
         What computes the linear layers whose weights stay codes, by these; their own weights stay on the meta device.
     """
     coded: dict[nn.Module, CodedTritonLinear] = {}
-    for name, weight in read(_shapes(model)):
+    for name, weight in read(shapes_of(model)):
         module, _, attribute = name.rpartition(".")
         parent, _, number = module.rpartition(".")
         experts = model.get_submodule(parent)
@@ -226,7 +227,7 @@ def _pack(
         model.set_weight(name, weight)
 
 
-class _Uninitialised(TorchFunctionMode):
+class Uninitialised(TorchFunctionMode):
     """A context in which new modules get no random weights: on the meta device those import torch's compiler."""
 
     def __torch_function__(

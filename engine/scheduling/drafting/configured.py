@@ -30,4 +30,6 @@ def new_drafter(
     elif options.method == "ngram":
         proposers["ngram"] = NgramProposer(options.prompt_lookup_min, options.prompt_lookup_max)
     payoff = None if config.max_decode_slowdown is None else Payoff(info.free_tokens)
-    return Drafter(block_manager, proposers, options.num_speculative_tokens, payoff, draft_model)
+    return Drafter(
+        block_manager, proposers, options.num_speculative_tokens, payoff, draft_model, model_name=options.method
+    )

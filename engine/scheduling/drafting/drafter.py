@@ -70,6 +70,7 @@ class Drafter:
         num_tokens: draft tokens of one sequence in a step, at most.
         payoff: limits drafts to those that are expected to pay; None sets no such limit.
         draft_model: drafts for sequences for which no proposer does.
+        model_name: of the drafter that ``draft_model`` is.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Drafter:
         num_tokens: int,
         payoff: Payoff | None = None,
         draft_model: DraftModel | None = None,
+        model_name: str = "draft_model",
     ) -> None:
         self.proposers = proposers
         self.num_tokens = num_tokens
@@ -86,6 +88,7 @@ class Drafter:
         self.payoff = payoff
         self.acceptance = Acceptance()
         self.model = None if draft_model is None else ModelDrafting(draft_model, self.acceptance)
+        self._model_name = model_name
         self._had_drafts = False  # the last step
         self._num_skipped = 0  # steps of many sequences that get no drafts, before Payoff is asked again
 
@@ -125,7 +128,7 @@ class Drafter:
             started = perf_counter()
             self._draft_with_model(self.model, undrafted, step, room)
             seconds = perf_counter() - started
-            step.output.draft_model_seconds = step.output.drafting_seconds["draft_model"] = seconds
+            step.output.draft_model_seconds = step.output.drafting_seconds[self._model_name] = seconds
 
     def _is_ready(self, step: StepBuilder, index: int) -> bool:
         """Whether a running sequence decodes in this step, and may get a draft."""
@@ -171,7 +174,7 @@ class Drafter:
             sequence = step.running[index]
             if sequence in waiting:
                 continue
-            is_added = self._add(step, index, "draft_model", drafts.get(sequence, []), room)
+            is_added = self._add(step, index, self._model_name, drafts.get(sequence, []), room)
             if sequence in lengths and not is_added:
                 self._blocks.free_draft_blocks(sequence, sequence.num_tokens)
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from engine.scheduling.drafting.draft_model import ModelDrafts
 from engine.sequence import Sequence
 from engine.worker.drafting.draft_decoder import DraftDecoder
+from engine.worker.drafting.mtp_decoder import MtpDecoder
 from engine.worker.drafting.prefix_marks import PrefixMarks
 
 __all__ = ["Chunk", "ChunkedDraftModel"]
@@ -49,7 +50,13 @@ class ChunkedDraftModel(ABC):
     """
 
     def __init__(
-        self, decoder: DraftDecoder, marks: PrefixMarks, block_size: int, *, weight_bytes: int, max_pass_tokens: int
+        self,
+        decoder: DraftDecoder | MtpDecoder,
+        marks: PrefixMarks,
+        block_size: int,
+        *,
+        weight_bytes: int,
+        max_pass_tokens: int,
     ) -> None:
         self._decoder = decoder
         self._marks = marks
@@ -69,7 +76,7 @@ class ChunkedDraftModel(ABC):
         if max_tokens is not None:
             num_left = min(num_left, max_tokens)
         for sequence, end in ends.items():
-            first = self._marks.num_computed(sequence)  # those that a chunk before this one computes are marked
+            first = self.num_computed(sequence)  # those that a chunk before this one computes are marked
             if end > first and num_left:
                 chunks.append(self._chunk(sequence, [], first, min(end, first + num_left)))
                 num_left -= chunks[-1].num_tokens
@@ -86,7 +93,7 @@ class ChunkedDraftModel(ABC):
         passes: list[tuple[int, float]] = []
         ends = {sequence: sequence.num_tokens - 1 for sequence in sequences}
         while True:
-            num_tokens = sum(1 + max(0, end - self._marks.num_computed(sequence)) for sequence, end in ends.items())
+            num_tokens = sum(1 + max(0, end - self.num_computed(sequence)) for sequence, end in ends.items())
             if num_tokens <= self._max_pass_tokens:
                 return passes
             passes += self.fill(ends, num_tokens - self._max_pass_tokens).passes
@@ -97,7 +104,7 @@ class ChunkedDraftModel(ABC):
         The blocks may be those of an ended sequence that began with the same tokens, and have all of them.
         """
         end = sequence.num_tokens
-        return self._chunk(sequence, [], min(self._marks.num_computed(sequence), end - 1), end)
+        return self._chunk(sequence, [], min(self.num_computed(sequence), end - 1), end)
 
     def _chunk(self, sequence: Sequence, draft: list[int], first: int, end: int) -> Chunk:
         """Return the tokens from index ``first`` to ``end`` of a sequence and a draft after it, and mark them.

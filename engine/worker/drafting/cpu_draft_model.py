@@ -25,6 +25,7 @@ from engine.sequence import Sequence
 from engine.structured_outputs.bitmask import fill_bitmask
 from engine.worker.drafting.chunked_draft_model import Chunk, ChunkedDraftModel
 from engine.worker.drafting.draft_decoder import DraftDecoder
+from engine.worker.drafting.mtp_decoder import MtpDecoder
 from engine.worker.drafting.prefix_marks import PrefixMarks
 from kernels.attention_metadata import AttentionMetadata, leading_decodes
 
@@ -36,13 +37,15 @@ class CpuDraftModel(ChunkedDraftModel):
 
     Args:
         decoder: the model, loaded.
-        cache: of both models, as ``DraftDecoder.joined_with`` declares it.
+        cache: of both models, as ``joined_with`` of the decoder declares it.
         weight_bytes: of the large model.
         max_pass_tokens: tokens of one forward pass, at most.
     """
 
-    def __init__(self, decoder: DraftDecoder, cache: KVCache, *, weight_bytes: int, max_pass_tokens: int) -> None:
-        marks = PrefixMarks(cache.layers[-1][0])
+    def __init__(
+        self, decoder: DraftDecoder | MtpDecoder, cache: KVCache, *, weight_bytes: int, max_pass_tokens: int
+    ) -> None:
+        marks = PrefixMarks(cache.layers[-1][0], include_next=isinstance(decoder, MtpDecoder))
         sizes = {"weight_bytes": weight_bytes, "max_pass_tokens": max_pass_tokens}
         super().__init__(decoder, marks, cache.block_size, **sizes)
         self._cache = decoder.part_of(cache)
@@ -91,13 +94,22 @@ class CpuDraftModel(ChunkedDraftModel):
         ends = np.cumsum([chunk.num_tokens for chunk in packed])
         last = np.empty(len(chunks), dtype=np.int64)
         last[order] = ends - 1
-        return self._decoder.compute(
-            torch.tensor([token_id for chunk in packed for token_id in chunk.token_ids]),
-            torch.from_numpy(np.concatenate([chunk.positions for chunk in packed])),
-            self._metadata(packed, ends),
-            self._cache,
-            torch.from_numpy(last[list(sampling)]),
-        )
+        token_ids = torch.tensor([token_id for chunk in packed for token_id in chunk.token_ids])
+        positions = torch.from_numpy(np.concatenate([chunk.positions for chunk in packed]))
+        logit_indices = torch.from_numpy(last[list(sampling)])
+        return self._compute_packed(packed, token_ids, positions, self._metadata(packed, ends), logit_indices)
+
+    def _compute_packed(
+        self,
+        packed: list[Chunk],
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        logit_indices: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """Compute chunks in this order; return the logits after the tokens of ``logit_indices``."""
+        assert isinstance(self._decoder, DraftDecoder)
+        return self._decoder.compute(token_ids, positions, metadata, self._cache, logit_indices)
 
     def _metadata(self, chunks: list[Chunk], ends: npt.NDArray[np.int64]) -> AttentionMetadata:
         lengths, seq_lens = [chunk.num_tokens for chunk in chunks], [chunk.seq_len for chunk in chunks]

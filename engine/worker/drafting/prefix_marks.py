@@ -8,6 +8,10 @@ the hash of the sequence up to there.
 
 The hash is polynomial: that of a longer text is computed from its new tokens alone. Two texts of one hash would give
 bad drafts, and no wrong answer: the large model verifies every draft.
+
+What a layer of multi-token prediction keeps of a token depends on the next one, too, so its marks are hashes up to the
+next token. The last token of a block that several sequences share has a different next token in each. What is kept of
+it is that of one of them, and serves all of them: else each would compute it, and all tokens after it, again and again.
 """
 
 from __future__ import annotations
@@ -25,7 +29,9 @@ from engine.sequence import Sequence
 __all__ = ["HostPrefixMarks", "PrefixMarks"]
 
 _BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that its powers never become zero
+_INVERSE = np.uint64(pow(int(_BASE), -1, 2**64))
 _LEAST_LENGTH = 256  # of the tables: they grow by doubling
+_MOST_TOKEN_IDS = np.uint64(2**32)
 
 _Hashes = npt.NDArray[np.uint64]
 
@@ -35,20 +41,24 @@ class PrefixMarks:
 
     Args:
         part: the cache that a PrefixMark declares, ``[num_pages, block_size, 8 bytes]``, on a CPU.
+        include_next: what is kept of a token depends on the next one, too.
     """
 
-    def __init__(self, part: torch.Tensor) -> None:
+    def __init__(self, part: torch.Tensor, *, include_next: bool = False) -> None:
+        self._ahead = int(include_next)
         self._marks: _Hashes = part.view(torch.int64).numpy().view(np.uint64)[..., 0]  # [num_pages, block_size]
-        self._powers = _powers(_LEAST_LENGTH)
+        self._powers = _powers(_BASE, _LEAST_LENGTH)
+        self._inverses = _powers(_INVERSE, _LEAST_LENGTH)
         self._chains: WeakKeyDictionary[Sequence, _Chain] = WeakKeyDictionary()
 
     def num_computed(self, sequence: Sequence) -> int:
-        """Return how many leading tokens of a sequence have keys and values of the draft model in its blocks.
+        """Return of how many leading tokens of a sequence its blocks have keys and values of the draft model.
 
         Those of the last call are not compared again while the sequence has the same table: what the blocks of a
         running sequence hold of its known tokens changes only with another table.
         """
-        hashes, table = self._hashes(sequence), sequence.block_table
+        known, table = self._hashes(sequence), sequence.block_table
+        hashes = known[self._ahead :]
         chain = self._chains[sequence]
         if chain.table is not table:
             chain.table, chain.num_computed = table, 0
@@ -56,8 +66,19 @@ class PrefixMarks:
         start = first_block * self._marks.shape[1]
         pages = self._marks[table[first_block:]].reshape(-1)[: len(hashes) - start]
         is_same = pages == hashes[start : start + len(pages)]
+        if self._ahead:
+            is_same |= self._have_another_next(pages, known, start)
         chain.num_computed = start + (len(is_same) if is_same.all() else int(is_same.argmin()))
         return chain.num_computed
+
+    def _have_another_next(self, pages: _Hashes, known: _Hashes, start: int) -> npt.NDArray[np.bool_]:
+        """Return which marks, from index ``start`` on, are of the last token of a block with any next token."""
+        end = start + len(pages)
+        if end >= len(self._inverses):
+            self._inverses = _powers(_INVERSE, 2 * end)
+        next_ids = (pages - known[start:end]) * self._inverses[start + 1 : end + 1] - np.uint64(1)
+        is_last: npt.NDArray[np.bool_] = np.arange(start + 1, end + 1) % self._marks.shape[1] == 0
+        return is_last & (next_ids < _MOST_TOKEN_IDS)
 
     def write(self, sequence: Sequence, first: int, draft: GenericSequence[int], slots: npt.NDArray[np.int64]) -> None:
         """Mark tokens as computed.
@@ -67,10 +88,15 @@ class PrefixMarks:
             draft: tokens that follow the sequence.
             slots: of the KV cache, one for each of the tokens.
         """
-        hashes, end = self._hashes(sequence), first + len(slots)
+        hashes, first = self._hashes(sequence), first + self._ahead
+        end = first + len(slots)
         if end > len(hashes):
             hashes = np.concatenate((hashes, self._after(hashes, draft[: end - len(hashes)])))
         self._marks.reshape(-1)[slots] = hashes[first:end]
+
+    def forget(self, slots: npt.NDArray[np.int64]) -> None:
+        """Take the marks of these slots away."""
+        self._marks.reshape(-1)[slots] = 0
 
     def _hashes(self, sequence: Sequence) -> _Hashes:
         """Return the hashes of a sequence up to each of its known tokens."""
@@ -86,7 +112,7 @@ class PrefixMarks:
         """Return the hashes of a text up to each of its next tokens, given those of the tokens before."""
         first, end = len(known), len(known) + len(token_ids)
         if end > len(self._powers):
-            self._powers = _powers(2 * end)
+            self._powers = _powers(_BASE, 2 * end)
         terms = (np.array(token_ids, dtype=np.uint64) + np.uint64(1)) * self._powers[first:end]
         terms[:1] += known[-1:].sum(dtype=np.uint64)  # of an array, since a number would warn that it wraps around
         return np.cumsum(terms, dtype=np.uint64)
@@ -142,6 +168,6 @@ class _Chain:
         self.length = end
 
 
-def _powers(count: int) -> _Hashes:
-    """Return the first powers of the hash's base, modulo 2**64."""
-    return np.cumprod(np.full(count, _BASE, dtype=np.uint64), dtype=np.uint64)
+def _powers(base: np.uint64, count: int) -> _Hashes:
+    """Return the first powers of a number, modulo 2**64."""
+    return np.cumprod(np.full(count, base, dtype=np.uint64), dtype=np.uint64)

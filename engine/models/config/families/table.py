@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from engine.models.config.families.mtp_formats import DEEPSEEK_MTP, MIMO_MTP, QWEN_MTP, MtpFormat
 from engine.models.config.families.stored_names import (
     BAMBA,
     DEEPSEEK,
@@ -106,6 +107,7 @@ class Family:
         grows_queries: queries have a factor that grows with their position, if the RoPE parameters name one; of models
             without latents those of layers without RoPE, if the config's attn_temperature_tuning says so.
         has_mtp_layers: layers that predict further tokens may be stored after the last one; they are not needed.
+        mtp: how layers that predict further tokens are stored; None: they are not computed, where there are any.
         gates_attention: attention's output is multiplied by the sigmoid of a gate, stored with each head's query.
         has_feed_forward_gate: feed-forwards multiply by a gate; without it they square what a ReLU leaves.
         eps_field: the config's field for the epsilon of norms.
@@ -147,6 +149,7 @@ class Family:
     index_rotation: IndexRotation | None = None
     grows_queries: bool = False
     has_mtp_layers: bool = False
+    mtp: MtpFormat | None = None
     gates_attention: bool = False
     has_feed_forward_gate: bool = True
     eps_field: str = "rms_norm_eps"
@@ -173,6 +176,7 @@ _QWEN_GATED_DELTA = Family(
     norms_add_one=True,
     stored_names=QWEN_GATED_DELTA,
     ignored="mtp.",
+    mtp=QWEN_MTP,
     rotates_partially=True,
     rope_types=("default", "yarn"),
     layer_types=_HYBRID,
@@ -186,9 +190,12 @@ _DEEPSEEK = Family(
     experts="deepseek_v3",
     has_latents=True,
     has_mtp_layers=True,
+    mtp=DEEPSEEK_MTP,
 )
+_DEEPSEEK_ALONE = replace(_DEEPSEEK, has_mtp_layers=False, mtp=None)
+_DEEPSEEK_ALONE = replace(_DEEPSEEK, has_mtp_layers=False, mtp=None)
 _DEEPSEEK_SPARSE = replace(
-    _DEEPSEEK, rotates_neighbours=True, layer_types=("indexed_attention",), index_rotation="halves"
+    _DEEPSEEK, mtp=None, rotates_neighbours=True, layer_types=("indexed_attention",), index_rotation="halves"
 )
 
 _GEMMA4 = Family(
@@ -211,7 +218,7 @@ _GEMMA4 = Family(
 
 ARCHITECTURES = {
     "Qwen3ForCausalLM": Family(qk_norm="head", qkv_bias=None, output_bias=None),
-    "Qwen2ForCausalLM": Family(qkv_bias=True),
+    "Qwen2ForCausalLM": Family(qkv_bias=True, mtp=MIMO_MTP),  # MiMo is Qwen2 with such a layer
     "LlamaForCausalLM": Family(qkv_bias=None, output_bias=None),
     "MistralForCausalLM": Family(),
     "Qwen3MoeForCausalLM": Family(qk_norm="head", qkv_bias=None, output_bias=None, experts="qwen"),
@@ -286,13 +293,13 @@ ARCHITECTURES = {
     ),
     "Gemma4ForCausalLM": _GEMMA4,
     "Gemma4UnifiedForCausalLM": replace(_GEMMA4, experts=None),
-    "DeepseekV2ForCausalLM": replace(_DEEPSEEK, rotates_neighbours=True, experts="deepseek_v2", has_mtp_layers=False),
+    "DeepseekV2ForCausalLM": replace(_DEEPSEEK_ALONE, rotates_neighbours=True, experts="deepseek_v2"),
     "DeepseekV3ForCausalLM": _DEEPSEEK,
     "DeepseekV32ForCausalLM": _DEEPSEEK_SPARSE,
     "GlmMoeDsaForCausalLM": replace(_DEEPSEEK_SPARSE, index_rotation="neighbours"),
     "Glm4MoeLiteForCausalLM": _DEEPSEEK,
-    "Mistral4ForCausalLM": replace(_DEEPSEEK, experts="mistral4", grows_queries=True, has_mtp_layers=False),
-    "YoutuForCausalLM": replace(_DEEPSEEK, experts=None, has_mtp_layers=False),
+    "Mistral4ForCausalLM": replace(_DEEPSEEK_ALONE, experts="mistral4", grows_queries=True),
+    "YoutuForCausalLM": replace(_DEEPSEEK_ALONE, experts=None),
     "MiniCPM3ForCausalLM": Family(
         output_bias=None,
         has_depth_multipliers=True,

@@ -88,8 +88,8 @@ none has run them.
 Of models with recurrent layers the logits of every token are compared with those of transformers, within 1e-5 of the
 largest, in packed steps of chunks and decodes, and tokens and beams with those of `generate`, with preempted requests
 and prompts that resume at snapshots (`tests/engine/models/decoder/recurrent/`). Their states are float32. Ranks share
-a model whose heads of every kind and groups of heads they divide. Layers that predict further tokens (`mtp.*`) are not
-loaded.
+a model whose heads of every kind and groups of heads they divide. Layers that predict further tokens (`mtp.*`) are
+loaded only to [draft](performance.md#speculative-decoding).
 
 Layers of Gemma 4 differ in the size and number of their heads, and the last ones of E2B and E4B read the keys and
 values of earlier ones. Their logits, tokens and beams are compared likewise (`tests/engine/models/decoder/gemma/`).

@@ -27,8 +27,9 @@ def make_sequence(token_ids: list[int], table: list[int]) -> Sequence:
     return group.sequences[0]
 
 
-def make_marks(dtype: torch.dtype = torch.bfloat16, num_blocks: int = 40) -> PrefixMarks:
-    return PrefixMarks(torch.zeros(num_blocks, BLOCK_SIZE, 8 // dtype.itemsize, dtype=dtype))
+def make_marks(dtype: torch.dtype = torch.bfloat16, num_blocks: int = 40, *, include_next: bool = False) -> PrefixMarks:
+    part = torch.zeros(num_blocks, BLOCK_SIZE, 8 // dtype.itemsize, dtype=dtype)
+    return PrefixMarks(part, include_next=include_next)
 
 
 def slots(table: list[int], first: int, end: int) -> np.ndarray:
@@ -53,6 +54,31 @@ def test_exactly_the_common_prefix_counts(own: list[int], other: list[int], coun
     expected = next((i for i, (a, b) in enumerate(zip(own[:count], other, strict=False)) if a != b), None)
     expected = min(count, len(other)) if expected is None else expected
     assert marks.num_computed(make_sequence(other, table)) == expected
+
+
+@given(own=TOKENS, other=TOKENS, count=st.integers(0, 30))
+def test_the_next_token_counts_too_but_not_after_a_block(own: list[int], other: list[int], count: int) -> None:
+    """Of layers that read the next token as well: what ends a block serves texts that go on otherwise after it."""
+    marks, table = make_marks(include_next=True), list(range(8))
+    if count := min(count, len(own) - 1):
+        marks.write(make_sequence(own, table), 0, [], slots(table, 0, count))
+    expected = 0
+    for index in range(min(count, len(other) - 1)):
+        is_known = own[: index + 2] == other[: index + 2] or (index + 1) % BLOCK_SIZE == 0
+        if own[: index + 1] != other[: index + 1] or not is_known:
+            break
+        expected += 1
+    assert marks.num_computed(make_sequence(other, table)) == expected
+
+
+def test_what_is_not_computed_after_a_block_does_not_count() -> None:
+    marks, table, tokens = make_marks(include_next=True), [2, 3, 4], list(range(11))
+    sequence = make_sequence(tokens, table)
+    marks.write(sequence, 0, [], slots(table, 0, 10))
+    assert marks.num_computed(make_sequence(tokens, [2, 3, 4])) == 10
+    marks.forget(slots(table, 7, 8))
+    assert marks.num_computed(make_sequence(tokens, [2, 3, 4])) == 7
+    assert marks.num_computed(make_sequence([9, *tokens[1:]], [2, 3, 4])) == 0
 
 
 def test_a_text_that_grows_keeps_its_marks() -> None:
