@@ -120,7 +120,6 @@ class PromptValidator:
             RequestError: if the text is empty, or an id is not in the vocabulary.
             PromptTooLongError: if it is longer than the context.
         """
-        self.check_token_ids(param, token_ids)
         if not token_ids:
             raise RequestError("is empty", param=param, value=[], remedy="give at least one token")
         if len(token_ids) > self.max_model_len:
@@ -129,6 +128,7 @@ class PromptValidator:
                 param=param,
                 remedy="shorten it, or set truncate_prompt_tokens",
             )
+        self.check_token_ids(param, token_ids)  # last: it takes long for what is far too long
 
     def check_prompt(self, token_ids: Sequence[int], param: str = "prompt") -> None:
         """Check the token ids of a prompt.
@@ -141,8 +141,8 @@ class PromptValidator:
             RequestError: if the prompt is empty, or an id is not in the vocabulary.
             PromptTooLongError: if the prompt leaves no space for an output token in the context or the KV pool.
         """
-        self.check_token_ids(param, token_ids)
         self._check_length(len(token_ids), 0, param)
+        self.check_token_ids(param, token_ids)  # last: it takes long for what is far too long
 
     def check_token_ids(self, param: str, token_ids: Sequence[int]) -> None:
         """Raise RequestError unless all ``token_ids`` are in the vocabulary."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
 from starlette.requests import Request
 
 from deployments.api.turns import REQUESTS_PER_TURN, Turns
 from deployments.errors import ApiError
+from deployments.large_json import decode_json
 from deployments.proxy.client_rules import CLIENT_HEADER
 from engine.errors import shown
 
@@ -99,7 +99,7 @@ class BodyReader:
 
         return await _parsed(parse, len(body))
 
-    async def _read(self, request: Request) -> bytes:
+    async def _read(self, request: Request) -> bytearray:
         content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if content_type != "application/json":
             raise ApiError(400, f"content-type '{content_type[:80]}' is not supported; send application/json")
@@ -123,7 +123,7 @@ class BodyReader:
             problem = f"only {len(body)} bytes of the body came in {self._timeout_s:g} s; send it without pauses"
             raise ApiError(408, problem, code="timeout") from None
         await self._turns.wait(request.headers.get(CLIENT_HEADER, ""))
-        return bytes(body)
+        return body
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body exceeds {self._max_bytes} bytes; send less, or raise limits.max_body_bytes")
@@ -133,7 +133,7 @@ async def _parsed(parse: Callable[[], BodyType], num_bytes: int) -> BodyType:
     return parse() if num_bytes <= MAX_INLINE_BYTES else await asyncio.to_thread(parse)
 
 
-def parse_body(kind: type[BodyType], body: bytes) -> BodyType:
+def parse_body(kind: type[BodyType], body: bytes | bytearray) -> BodyType:
     """Return the request in ``body``.
 
     Raises:
@@ -143,10 +143,10 @@ def parse_body(kind: type[BodyType], body: bytes) -> BodyType:
     return _validated(kind, _decode(body), len(body))
 
 
-def _decode(body: bytes) -> dict[str, Any]:
+def _decode(body: bytes | bytearray) -> dict[str, Any]:
     """Return the JSON object in ``body``."""
     try:
-        fields = _DECODER.decode(body.decode(json.detect_encoding(body), "surrogatepass"))
+        fields = decode_json(body)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(fields, dict):
@@ -163,13 +163,6 @@ def _validated(kind: type[BodyType], fields: dict[str, Any], num_bytes: int) -> 
     request.check()
     request.set_num_bytes(num_bytes)
     return request
-
-
-def _reject_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_reject_constant)  # json.loads makes a new one for each call with options
 
 
 def _as_api_error(error: ValidationError, fields: Mapping[str, Any]) -> ApiError:

@@ -11,6 +11,7 @@ from deployments.api.json_response import encode_json
 from deployments.batch.in_process import Answer, LineCall
 from deployments.batch.input_lines import line_id
 from deployments.batch.journal import Record, Tokens
+from deployments.large_json import decode_json
 from deployments.requests.background_gate import BACKGROUND_PRIORITY
 
 __all__ = ["ENDPOINTS", "MAX_ATTEMPTS", "final_answer", "record_of", "request_body"]
@@ -52,7 +53,7 @@ def _retry_delay_s(num_attempts: int) -> float:
 
 def record_of(batch_id: str, index: int, custom_id: str, answer: Answer) -> tuple[Record, str | None]:
     """Return the result of a line, and the model that its answer names."""
-    content: dict[str, Any] = json.loads(answer.body)
+    content: dict[str, Any] = decode_json(answer.body)
     head = encode_json({"id": line_id(batch_id, index), "custom_id": custom_id})
     response = encode_json({"status_code": answer.status, "request_id": answer.request_id})
     text = b'%s,"response":%s,"body":%s},"error":null}' % (

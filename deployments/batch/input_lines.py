@@ -6,15 +6,15 @@ It knows JSONL and the shape of a line, and not what an endpoint accepts.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BufferedIOBase
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from deployments.large_json import decode_json
 from engine.errors import shown
 
 __all__ = [
@@ -174,7 +174,7 @@ def parse_line(data: bytes, endpoint: str) -> Line:
         LineError: there is none.
     """
     try:
-        content = json.loads(data.decode(), parse_constant=_reject_constant)
+        content = decode_json(data.decode())
     except (ValueError, RecursionError) as error:
         raise LineError("invalid_json_line", f"it is not valid JSON: {error}") from None
     if not isinstance(content, dict):
@@ -221,7 +221,3 @@ def error_line(batch_id: str, index: int, error: LineError) -> dict[str, Any]:
         "response": None,
         "error": {"code": error.code, "message": error.message},
     }
-
-
-def _reject_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from deployments.request_log.record import RequestRecord
@@ -48,7 +49,7 @@ class RequestLog:
         else:
             logger.info("request finished %s", " ".join(f"{name}={_shown(value)}" for name, value in fields.items()))
 
-    def prompt(self, tokenizer: Tokenizer, token_ids: list[int]) -> str | None:
+    def prompt(self, tokenizer: Tokenizer, token_ids: Sequence[int]) -> str | None:
         """Return the start of a prompt, as long as the options allow; None if prompts are not logged."""
         if not (self._options.requests and self._options.prompts):
             return None

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from asyncio import Task
 
     from deployments.errors import ApiError
-    from deployments.requests.prompt import Prompt
     from deployments.transport.request_channel.dispatch import Dispatch
     from engine.sampling_params import SamplingParams
 
@@ -38,7 +37,7 @@ class Answer(Protocol):
     """What the engines have computed for one prompt: generated text, or a vector or scores."""
 
     @property
-    def prompt(self) -> Prompt: ...
+    def num_prompt_tokens(self) -> int: ...
     @property
     def params(self) -> SamplingParams | None: ...
     @property
@@ -118,7 +117,7 @@ class RequestRecord:
     @property
     def num_prompt_tokens(self) -> int:
         """Tokens of all prompts. A prompt counts once, however many answers it has."""
-        return sum(len(answer.prompt.token_ids) for answer in self._first_answers)
+        return sum(answer.num_prompt_tokens for answer in self._first_answers)
 
     @property
     def num_cached_tokens(self) -> int:

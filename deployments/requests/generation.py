@@ -95,6 +95,11 @@ class Generation:
         return self._request.params
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """Number of tokens of the prompt."""
+        return len(self.prompt.token_ids)
+
+    @property
     def num_migrations(self) -> int:
         """Number of migrations to another replica."""
         return self._retries.num_migrations

@@ -1,10 +1,10 @@
-"""Vectors as JSON, slice by slice: those of a large request are written while other requests get their turns."""
+"""Lists as JSON, part by part: those of a large request are written while other requests get their turns."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -15,10 +15,9 @@ from starlette.types import Receive, Scope, Send
 from deployments.api.json_response import encode_json
 from deployments.api.pooling.serving import Pooled
 
-__all__ = ["floats", "vector_response"]
+__all__ = ["PART_BYTES", "floats", "list_response", "vectors"]
 
-FLOATS_AT_ONCE = 2**14  # about a millisecond
-FLOAT_BYTES = 4
+PART_BYTES = 2**18  # of JSON: at most about a millisecond, for 16,384 numbers of a vector
 
 _encode = msgspec.json.Encoder().encode
 
@@ -29,33 +28,45 @@ def floats(result: bytes) -> list[float]:
     return numbers
 
 
-async def vector_response(pooled: Pooled, head: Mapping[str, Any], *, kind: str, key: str, as_base64: bool) -> Response:
-    """Return the list of all vectors.
+def vectors(pooled: Pooled, *, kind: str, key: str, as_base64: bool) -> Iterator[dict[str, Any]]:
+    """Yield the items of a list of vectors.
 
     Args:
         pooled: the vectors.
-        head: the other fields of the response.
         kind: ``object`` of each item.
         key: the field of an item that holds its vector.
         as_base64: whether that is the base64 of little-endian float32, instead of a list.
     """
-    parts = [encode_json(dict(head)).encode()[:-1] + b',"data":[']
-    at_once = max(1, FLOATS_AT_ONCE // max(1, len(pooled.results[0]) // FLOAT_BYTES))
-    for start in range(0, len(pooled.results), at_once):
-        if start:
-            parts.append(b",")
+    for index, result in enumerate(pooled.results):
+        yield {
+            "index": index,
+            "object": kind,
+            key: base64.b64encode(result).decode() if as_base64 else floats(result),
+        }
+
+
+async def list_response(
+    pooled: Pooled, head: Mapping[str, Any], items: Iterable[Mapping[str, Any]], name: str = "data"
+) -> Response:
+    """Return a response with a list of finite numbers and valid texts.
+
+    Args:
+        pooled: names the replica.
+        head: the other fields of the response.
+        items: of the list; each is made when it is written.
+        name: the field that holds the list.
+    """
+    part = bytearray(encode_json(dict(head)).encode()[:-1] + b',"%s":[' % name.encode())
+    parts = [part]
+    for number, item in enumerate(items):
+        if len(part) >= PART_BYTES:
+            parts.append(part := bytearray())
             await asyncio.sleep(0)
-        parts.append(_items(pooled.results[start : start + at_once], start, kind, key, as_base64=as_base64))
-    return _PartsResponse([*parts, b"]}"], {"X-Pagoda-Replica": pooled.replica})
-
-
-def _items(results: Sequence[bytes], start: int, kind: str, key: str, *, as_base64: bool) -> bytes:
-    def written(result: bytes) -> str | list[float]:
-        return base64.b64encode(result).decode() if as_base64 else floats(result)
-
-    return b",".join(
-        _encode({"index": index, "object": kind, key: written(result)}) for index, result in enumerate(results, start)
-    )
+        if number:
+            part += b","
+        part += _encode(item)
+    part += b"]}"
+    return _PartsResponse(parts, {"X-Pagoda-Replica": pooled.replica})
 
 
 class _PartsResponse(Response):
@@ -66,7 +77,7 @@ class _PartsResponse(Response):
         headers: further ones.
     """
 
-    def __init__(self, parts: Sequence[bytes], headers: Mapping[str, str]) -> None:
+    def __init__(self, parts: Sequence[bytes | bytearray], headers: Mapping[str, str]) -> None:
         length = {"content-length": str(sum(map(len, parts)))}
         super().__init__(headers={**headers, **length}, media_type="application/json")
         self._parts = parts
@@ -75,5 +86,5 @@ class _PartsResponse(Response):
         """Send the response."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         for part in self._parts:
-            await send({"type": "http.response.body", "body": part, "more_body": True})
+            await send({"type": "http.response.body", "body": bytes(part), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

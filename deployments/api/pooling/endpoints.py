@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from deployments.api.body import BodyReader
-from deployments.api.json_response import JsonResponse
-from deployments.api.pooling.encoding import floats, vector_response
+from deployments.api.pooling.encoding import floats, list_response, vectors
 from deployments.api.pooling.openapi import CLASSIFY, EMBEDDINGS, POOLING, RERANK, SCORE
 from deployments.api.pooling.protocol import (
     ClassifyRequest,
@@ -59,55 +59,50 @@ class PoolingApi:
         return await self._vectors(body, "pool", "pooling", "data")
 
     async def _vectors(self, body: PoolingRequest, prefix: str, kind: str, key: str) -> Response:
-        builder = await self._serving.builder_for(body, "embed", len(body.texts), "input")
+        builder = await self._serving.builder_for(body, "embed", len(body.input), "input")
         pooled = await self._serving.compute(await builder.embedding(body), body)
         as_base64 = body.encoding_format == "base64"
-        return await vector_response(pooled, self._head(pooled, prefix), kind=kind, key=key, as_base64=as_base64)
+        items = vectors(pooled, kind=kind, key=key, as_base64=as_base64)
+        return await list_response(pooled, self._head(pooled, prefix), items)
 
     async def score(self, request: Request) -> Response:
         """Return a score for each pair of texts, higher for a better match."""
         body = await self._bodies.read(ScoreRequest, request)
-        builder = await self._serving.builder_for(body, "score", len(body.pairs), body.names[1])
+        builder = await self._serving.builder_for(body, "score", body.num_pairs, body.names[1])
         self._require_one_score(builder)
-        requests = await builder.pairs(body.pairs, body, body.instruction, body.names)
-        pooled = await self._serving.compute(requests, body)
+        texts = await builder.pairs(body.pairs, body, body.instruction, body.names)
+        pooled = await self._serving.compute(texts, body)
         scores = _scores(pooled)
-        data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
-        return self._respond(pooled, self._head(pooled, "score") | {"data": data})
+        data = ({"index": index, "object": "score", "score": score} for index, score in enumerate(scores))
+        return await list_response(pooled, self._head(pooled, "score"), data)
 
     async def rerank(self, request: Request) -> Response:
         """Return the documents with their relevance to the query, the most relevant first."""
         body = await self._bodies.read(RerankRequest, request)
-        texts = body.texts
-        builder = await self._serving.builder_for(body, "score", len(texts), "documents")
+        builder = await self._serving.builder_for(body, "score", len(body.documents), "documents")
         self._require_one_score(builder)
-        pairs = [(body.query, text) for text in texts]
-        requests = await builder.pairs(pairs, body, body.instruction, ("query", "documents"))
-        pooled = await self._serving.compute(requests, body)
+        pairs = [(body.query, text) for text in body.documents]
+        texts = await builder.pairs(pairs, body, body.instruction, ("query", "documents"))
+        pooled = await self._serving.compute(texts, body)
         scores = _scores(pooled)
         order = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)[: body.top_n]
-        results: list[dict[str, Any]] = [{"index": index, "relevance_score": scores[index]} for index in order]
-        if body.return_documents:
-            results = [result | {"document": {"text": texts[result["index"]]}} for result in results]
-        head = {"id": f"rerank-{pooled.response_id}", "model": self._serving.model}
-        return self._respond(pooled, head | {"usage": _usage(pooled), "results": results})
+        results = (
+            {"index": index, "relevance_score": scores[index]}
+            | ({"document": {"text": body.documents[index]}} if body.return_documents else {})
+            for index in order
+        )
+        head = {"id": f"rerank-{pooled.response_id}", "model": self._serving.model, "usage": _usage(pooled)}
+        return await list_response(pooled, head, results, "results")
 
     async def classify(self, request: Request) -> Response:
         """Return the probabilities of a classifier's labels for each text."""
         body = await self._bodies.read(ClassifyRequest, request)
-        builder = await self._serving.builder_for(body, "score", len(body.texts), "input")
+        builder = await self._serving.builder_for(body, "score", len(body.input), "input")
         if builder.info.template is not None:
             raise ApiError(400, f"model '{self._serving.model}' has no classes; use POST /v1/rerank", param="model")
-        pooled = await self._serving.compute(await builder.classes(body.texts, body), body)
-        labels = builder.info.labels
-        data = []
-        for index, result in enumerate(pooled.results):
-            probabilities = floats(result)
-            best = max(range(len(probabilities)), key=probabilities.__getitem__)
-            label = labels[best] if labels else None
-            item = {"index": index, "label": label, "probs": probabilities, "num_classes": len(probabilities)}
-            data.append(item)
-        return self._respond(pooled, self._head(pooled, "classify") | {"data": data})
+        pooled = await self._serving.compute(await builder.classes(body.input, body), body)
+        classes = _classes(pooled, builder.info.labels)
+        return await list_response(pooled, self._head(pooled, "classify"), classes)
 
     def _require_one_score(self, builder: TextBuilder) -> None:
         if builder.info.dimensions != 1:
@@ -123,8 +118,14 @@ class PoolingApi:
             "usage": _usage(pooled),
         }
 
-    def _respond(self, pooled: Pooled, content: dict[str, Any]) -> Response:
-        return JsonResponse(content, headers={"X-Pagoda-Replica": pooled.replica})
+
+def _classes(pooled: Pooled, labels: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield the items of a list of classes."""
+    for index, result in enumerate(pooled.results):
+        probabilities = floats(result)
+        best = max(range(len(probabilities)), key=probabilities.__getitem__)
+        label = labels[best] if labels else None
+        yield {"index": index, "label": label, "probs": probabilities, "num_classes": len(probabilities)}
 
 
 def _scores(pooled: Pooled) -> list[float]:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, PlainValidator, WithJsonSchema
 
 from deployments.api.body import JsonBody
+from deployments.api.pooling.inputs import (
+    DOCUMENTS_SCHEMA,
+    INPUTS_SCHEMA,
+    TEXTS_SCHEMA,
+    TokenIds,
+    as_documents,
+    as_inputs,
+    as_texts,
+)
 from engine.errors import RequestError
 
 __all__ = [
     "ClassifyRequest",
-    "Document",
     "EmbeddingRequest",
     "PoolingRequest",
     "RerankRequest",
@@ -19,9 +27,9 @@ __all__ = [
     "TextRequest",
 ]
 
-_TokenId = Annotated[int, Field(ge=0)]
-_Texts = str | list[str]
-_Inputs = str | list[str] | list[_TokenId] | list[list[_TokenId]]
+_Texts = Annotated[list[str], PlainValidator(as_texts), WithJsonSchema(TEXTS_SCHEMA)]
+_Inputs = Annotated[list[str | TokenIds], PlainValidator(as_inputs), WithJsonSchema(INPUTS_SCHEMA)]
+_Documents = Annotated[list[str], PlainValidator(as_documents), WithJsonSchema(DOCUMENTS_SCHEMA)]
 
 
 class TextRequest(JsonBody):
@@ -49,14 +57,6 @@ class PoolingRequest(TextRequest):
     normalize: bool | None = None
     prompt_name: str | None = None
 
-    @property
-    def texts(self) -> list[str | list[int]]:
-        """The texts, or their token ids."""
-        if isinstance(self.input, str):
-            return [self.input]
-        token_ids = [item for item in self.input if isinstance(item, int)]
-        return [token_ids] if token_ids else [item for item in self.input if not isinstance(item, int)]
-
 
 class EmbeddingRequest(PoolingRequest):
     """Body of POST /v1/embeddings."""
@@ -78,7 +78,7 @@ class ScoreRequest(TextRequest):
         for name in (first, second):
             if getattr(self, name) is None:
                 raise RequestError(f"is missing beside {first if name == second else second}", param=name)
-        num_first, num_second = len(self._list(first)), len(self._list(second))
+        num_first, num_second = len(getattr(self, first)), self.num_pairs
         if num_first not in (1, num_second):
             raise RequestError(
                 f"has {num_first} texts and {second} {num_second}", param=first, remedy="give one, or as many"
@@ -90,27 +90,22 @@ class ScoreRequest(TextRequest):
         return ("queries", "documents") if self.queries is not None else ("text_1", "text_2")
 
     @property
+    def num_pairs(self) -> int:
+        """Number of scores that are wanted."""
+        return len(getattr(self, self.names[1]))
+
+    @property
     def pairs(self) -> list[tuple[str, str]]:
         """The pairs, in the order of the scores."""
-        first, second = map(self._list, self.names)
+        first, second = (getattr(self, name) for name in self.names)
         return [(first[0] if len(first) == 1 else first[index], text) for index, text in enumerate(second)]
-
-    def _list(self, name: str) -> list[str]:
-        value = getattr(self, name)
-        return [value] if isinstance(value, str) else value or []
-
-
-class Document(JsonBody):
-    """A document as an object, as Cohere's and Jina's clients may send it."""
-
-    text: str
 
 
 class RerankRequest(TextRequest):
     """Body of POST /v1/rerank, as Cohere's and Jina's clients send it."""
 
     query: str
-    documents: list[str | Document]
+    documents: _Documents
     top_n: int | None = Field(default=None, ge=1)
     return_documents: bool = True
     instruction: str | None = None
@@ -128,18 +123,8 @@ class RerankRequest(TextRequest):
                     "is not offered", param=name, value=getattr(self, name), remedy="use truncate_prompt_tokens"
                 )
 
-    @property
-    def texts(self) -> list[str]:
-        """The documents' texts."""
-        return [document if isinstance(document, str) else document.text for document in self.documents]
-
 
 class ClassifyRequest(TextRequest):
     """Body of POST /classify."""
 
     input: _Texts
-
-    @property
-    def texts(self) -> list[str]:
-        """The texts."""
-        return [self.input] if isinstance(self.input, str) else self.input

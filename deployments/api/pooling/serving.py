@@ -12,8 +12,6 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from msgspec.structs import replace
-
 from deployments.api.lazy_prompt_builder import LazyPromptBuilder
 from deployments.api.pooling.protocol import TextRequest
 from deployments.api.pooling.texts import TextBuilder
@@ -23,7 +21,7 @@ from deployments.errors import ApiError
 from deployments.request_log.log import RequestLog
 from deployments.request_log.record import current_record
 from deployments.requests.dispatcher import Dispatcher
-from deployments.requests.pooled_text import PooledText
+from deployments.requests.pooled_text import PooledText, TextTokens
 from engine.errors import RequestError
 from engine.pooling.info import PoolingTask
 from engine.request import EngineRequest
@@ -116,7 +114,7 @@ class PoolingServing:
             self._builder = TextBuilder(builder, self.model)
         return self._builder
 
-    async def compute(self, requests: Sequence[EngineRequest], body: TextRequest) -> Pooled:
+    async def compute(self, texts: Sequence[TextTokens], body: TextRequest) -> Pooled:
         """Return the results of all texts.
 
         Raises:
@@ -125,17 +123,16 @@ class PoolingServing:
         record = current_record()
         created = int(time.time())
         turn = f"{record.client} {record.request_id}"  # texts of several requests are computed in turns
-        texts: list[PooledText] = []
-        for request in requests:
-            if len(texts) % TEXTS_AT_ONCE == TEXTS_AT_ONCE - 1:
+        pooled: list[PooledText] = []
+        for text in texts:
+            if len(pooled) % TEXTS_AT_ONCE == TEXTS_AT_ONCE - 1:
                 await asyncio.sleep(0)
-            sent = replace(request, request_id=uuid.uuid4().hex, priority=body.priority, client=turn)
-            texts.append(PooledText(self._dispatcher, sent, self._limits.max_migrations))
-        record.response_id, record.generations = record.request_id, texts
-        record.prompt = self._log.prompt((await self._prompts.get()).tokenizer, requests[0].prompt_token_ids)
-        results = await self._results(texts)
-        num_tokens = sum(len(request.prompt_token_ids) for request in requests)
-        return Pooled(record.request_id, created, results, num_tokens, texts[0].replica)
+            request = EngineRequest(uuid.uuid4().hex, [], priority=body.priority, client=turn)
+            pooled.append(PooledText(self._dispatcher, text, request, self._limits.max_migrations))
+        record.response_id, record.generations = record.request_id, pooled
+        record.prompt = self._log.prompt((await self._prompts.get()).tokenizer, texts[0].token_ids)
+        results = await self._results(pooled)
+        return Pooled(record.request_id, created, results, record.num_prompt_tokens, pooled[0].replica)
 
     async def _results(self, texts: Sequence[PooledText]) -> list[bytes]:
         deadline = asyncio.get_running_loop().time() + self._dispatcher.request_timeout_s

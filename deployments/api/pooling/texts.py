@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
 from deployments.api.pooling.protocol import PoolingRequest, TextRequest
 from deployments.api.prompts import PromptBuilder
+from deployments.requests.pooled_text import TextTokens
 from engine.errors import RequestError
 from engine.pooling.info import PairTemplate, PoolingInfo
 from engine.pooling.params import PoolingParams
-from engine.request import EngineRequest, PromptValidator
+from engine.request import PromptValidator
 from engine.text.tokenizer import Tokenizer
 
 __all__ = ["TextBuilder"]
 
 SLICE_COST = 2**15  # of tokenising one character each: about 8 ms of another thread; others' texts come between slices
 
-Item = TypeVar("Item", bound="str | list[int] | tuple[str, str]")
+Item = TypeVar("Item", bound="str | array[int] | tuple[str, str]")
 
 
 class TextBuilder:
@@ -42,8 +44,8 @@ class TextBuilder:
             max_logprobs=0,
         )
 
-    async def embedding(self, body: PoolingRequest) -> list[EngineRequest]:
-        """Return a request for each text of a body, in order.
+    async def embedding(self, body: PoolingRequest) -> list[TextTokens]:
+        """Return the tokens of each text of a body, in order.
 
         Raises:
             RequestError: if a text is empty or too long, an id is not in the vocabulary, there is no such prompt, or
@@ -53,18 +55,18 @@ class TextBuilder:
         prompt = self._prompt(body.prompt_name)
         limit = self._limit(body)
 
-        def encode(tokenizer: Tokenizer, text: str | list[int]) -> tuple[list[int], PoolingParams]:
+        def encode(tokenizer: Tokenizer, text: str | array[int]) -> tuple[Sequence[int], PoolingParams]:
             if isinstance(text, str):
                 _require_text(text, "input")
                 return tokenizer.encode_text(prompt + text, max_tokens=limit, side=body.truncation_side), params
             return _cut(text, limit, body.truncation_side), params
 
-        return await self._build(body.texts, encode, "input")
+        return await self._build(body.input, encode, "input")
 
     async def pairs(
         self, pairs: Sequence[tuple[str, str]], body: TextRequest, instruction: str | None, names: tuple[str, str]
-    ) -> list[EngineRequest]:
-        """Return a request for each pair.
+    ) -> list[TextTokens]:
+        """Return the tokens of each pair.
 
         Args:
             pairs: of a query and a document.
@@ -80,7 +82,7 @@ class TextBuilder:
             problem = "is for rerankers that are language models, and this model is none"
             raise RequestError(problem, param="instruction", value=instruction, remedy="leave it out")
 
-        def encode(tokenizer: Tokenizer, pair: tuple[str, str]) -> tuple[list[int], PoolingParams]:
+        def encode(tokenizer: Tokenizer, pair: tuple[str, str]) -> tuple[Sequence[int], PoolingParams]:
             for text, name in zip(pair, names, strict=True):
                 _require_text(text, name)
             if template is not None:
@@ -90,36 +92,39 @@ class TextBuilder:
 
         return await self._build(pairs, encode, names[1])
 
-    async def classes(self, texts: Sequence[str], body: TextRequest) -> list[EngineRequest]:
-        """Return a request for each text that is to be classified.
+    async def classes(self, texts: Sequence[str], body: TextRequest) -> list[TextTokens]:
+        """Return the tokens of each text that is to be classified.
 
         Raises:
             RequestError: if a text is empty or too long.
         """
         limit = self._limit(body)
 
-        def encode(tokenizer: Tokenizer, text: str) -> tuple[list[int], PoolingParams]:
+        def encode(tokenizer: Tokenizer, text: str) -> tuple[Sequence[int], PoolingParams]:
             _require_text(text, "input")
             return tokenizer.encode_text(text, max_tokens=limit, side=body.truncation_side), PoolingParams()
 
         return await self._build(texts, encode, "input")
 
     async def _build(
-        self, items: Sequence[Item], encode: Callable[[Tokenizer, Item], tuple[list[int], PoolingParams]], param: str
-    ) -> list[EngineRequest]:
-        def build(part: Sequence[Item], tokenizer: Tokenizer) -> list[EngineRequest]:
-            requests = []
+        self,
+        items: Sequence[Item],
+        encode: Callable[[Tokenizer, Item], tuple[Sequence[int], PoolingParams]],
+        param: str,
+    ) -> list[TextTokens]:
+        def build(part: Sequence[Item], tokenizer: Tokenizer) -> list[TextTokens]:
+            texts = []
             for item in part:
                 token_ids, params = encode(tokenizer, item)
                 self._validator.check_text(token_ids, param)
-                requests.append(EngineRequest("", token_ids, pooling=params))
-            return requests
+                texts.append(TextTokens(array("i", token_ids), params))
+            return texts
 
-        requests: list[EngineRequest] = []
+        texts: list[TextTokens] = []
         with self._builder.counted(sum(map(_cost, items)), param):
             for part, cost in _slices(items):
-                requests += await self._builder.run_with_tokenizer(partial(build, part), cost=cost)
-        return requests
+                texts += await self._builder.run_with_tokenizer(partial(build, part), cost=cost)
+        return texts
 
     def _limit(self, body: TextRequest) -> int | None:
         """Return the tokens to which texts are cut; None: longer ones are an error."""
@@ -165,7 +170,7 @@ def _require_text(text: str, param: str) -> None:
         raise RequestError("has an empty text", param=param, value=text, remedy="give at least one character")
 
 
-def _cut(token_ids: list[int], limit: int | None, side: str | None) -> list[int]:
+def _cut(token_ids: array[int], limit: int | None, side: str | None) -> array[int]:
     """Return token ids that a client has sent, cut to ``limit``."""
     if limit is None:
         return token_ids
@@ -188,7 +193,7 @@ def _filled(
     return [*prefix, *inner, *suffix]
 
 
-def _cost(item: str | list[int] | tuple[str, str]) -> int:
+def _cost(item: str | array[int] | tuple[str, str]) -> int:
     return sum(map(len, item)) if isinstance(item, tuple) else len(item)
 
 

@@ -17,7 +17,7 @@ from deployments.config import AppConfig
 from deployments.errors import ReplicasLostError, UnusableOutputError, as_api_error
 from deployments.request_log.log import RequestLog
 from deployments.request_log.record import RequestRecord, current_record, set_current_record
-from deployments.requests.pooled_text import PooledText
+from deployments.requests.pooled_text import PooledText, TextTokens
 from engine.errors import EngineDeadError, OverloadedError, RequestError
 from engine.outputs import EngineOutput, FinishReason
 from engine.pooling.params import PoolingParams
@@ -31,15 +31,21 @@ def vector(replica: str = "r1") -> EngineOutput:
     return EngineOutput("id", 0, [], FinishReason.STOP, is_last=True, replica=replica, pooled=VECTOR)
 
 
+def tokens(*token_ids: int) -> TextTokens:
+    return TextTokens(array("i", token_ids), PoolingParams())
+
+
 def pooled(scripts: list[Script]) -> tuple[PooledText, FakeEngines]:
     engines = FakeEngines(scripts)
-    return PooledText(engines, EngineRequest("id", [1, 2], pooling=PoolingParams()), max_migrations=3), engines
+    return PooledText(engines, tokens(1, 2), EngineRequest("id", []), max_migrations=3), engines
 
 
 async def test_a_text_becomes_a_vector() -> None:
     text, engines = pooled([[None, vector()]])
     assert await text.result(inf) == VECTOR
     assert (text.replica, text.finish_reason, text.num_migrations) == ("r1", "stop", 0)
+    assert [request.prompt_token_ids for request, _ in engines.calls] == [[1, 2]]
+    assert [attempt.request.prompt_token_ids for attempt in text.attempts] == [[]]  # a request may have 2,048 texts
     assert all(dispatch.ended is not None for dispatch in engines.dispatches)
 
 
@@ -140,7 +146,7 @@ def serving(engines: FakeEngines, tokenizer_path: Path) -> PoolingServing:
     return PoolingServing(config, dispatcher, prompts, RequestLog(config.logging))
 
 
-TEXTS = [EngineRequest("", [index, 1], pooling=PoolingParams()) for index in range(3 * MAX_IN_FLIGHT)]
+TEXTS = [tokens(index, 1) for index in range(3 * MAX_IN_FLIGHT)]
 
 
 async def test_a_request_has_a_bounded_number_of_texts_at_the_engines(

@@ -128,7 +128,7 @@ def test_texts_are_classified(open_pooled: OpenPooled, classifier: Path) -> None
         ("/v1/rerank", {"query": "a", "documents": []}, "documents=[] is empty"),
         ("/v1/rerank", {"query": "", "documents": ["a"]}, "query='' has an empty text"),
         ("/v1/rerank", {"query": "a", "documents": [""]}, "documents='' has an empty text"),
-        ("/v1/rerank", {"query": "a", "documents": [{"title": "b"}]}, "documents[0].text is missing"),
+        ("/v1/rerank", {"query": "a", "documents": [{"title": "b"}]}, "documents[0]={'title': 'b'} is invalid"),
         ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": 0}, "top_n=0 is invalid"),
         ("/v1/rerank", {"query": "a", "documents": ["b"], "max_tokens_per_doc": 9}, "use truncate_prompt_tokens"),
         ("/v1/rerank", {"query": "a", "documents": ["b"], "instruction": "c"}, "instruction='c' is for rerankers that"),
