@@ -1,8 +1,7 @@
 """`python -m benchmarks.batches`: a batch beside clients that stream, against each of them alone.
 
-The clients, each of which sends its next request when its answer has ended, are measured before, during and after the
-batch, and the batch alone too. The total is what the engines generate, for whomever. Client and server share this
-machine.
+The clients, each of which sends its next request when its answer has ended, the batch, and both alternate. The total is
+what the engines generate for clients and batch. Client and server share this machine.
 """
 
 from __future__ import annotations
@@ -12,16 +11,18 @@ import asyncio
 import json
 import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from time import perf_counter, sleep
+from statistics import median
+from time import perf_counter, process_time, sleep
 from typing import Any
 
 import numpy as np
 import openai
 import torch
 
+from benchmarks.front.processes import CpuTimes
 from benchmarks.machine import describe
 from benchmarks.result_file import write_result
 from benchmarks.serving.completions import Outcome, complete, connected
@@ -49,6 +50,7 @@ class Phase:
     itl_p99_ms: float | None
     batch_lines: int  # that ended
     batch_pauses: int
+    cores: dict[str, float]  # that each kind of process has used on average; the client is this one
 
 
 def _bodies(seed: int) -> Iterator[dict[str, Any]]:
@@ -112,9 +114,11 @@ class _Batches:
 
 
 def _phase(server: Server, name: str, clients: int, seconds: float, batch: tuple[_Batches, str] | None) -> Phase:
-    def counted() -> tuple[float, float, int]:
+    def counted() -> tuple[float, float, int, dict[str, float]]:
         lines = 0 if batch is None else batch[0].completed(batch[1])
-        return server.metric(GENERATED), server.metric(PAUSES), lines
+        return server.metric(GENERATED), server.metric(PAUSES), lines, cpu.read() | {"client": process_time()}
+
+    cpu = CpuTimes(server.process.pid)
 
     before, began = counted(), perf_counter()
     outcomes = asyncio.run(_clients(server.url, clients, seconds)) if clients else []
@@ -137,6 +141,7 @@ def _phase(server: Server, name: str, clients: int, seconds: float, batch: tuple
         _percentile(gaps, 99),
         after[2] - before[2],
         int(after[1] - before[1]),
+        {kind: round((used - before[3][kind]) / (ended - began), 2) for kind, used in after[3].items()},
     )
 
 
@@ -144,17 +149,36 @@ def _percentile(values: list[float], share: float) -> float | None:
     return round(float(np.percentile(values, share)), 2) if values else None
 
 
-def measure(server: Server, clients: int, lines: int, seconds: float) -> list[Phase]:
-    """Return the phases: clients alone, batch alone, both, clients alone again."""
+def measure(server: Server, clients: int, lines: int, seconds: float, rounds: int = 1) -> list[Phase]:
+    """Return the phases: in each round clients alone, batch alone, both, and clients alone again."""
     batches = _Batches(server)
     asyncio.run(_clients(server.url, clients, 3.0))  # warm
-    phases = [_phase(server, "clients", clients, seconds, None)]
-    batch_id = batches.start(lines, seed=2)
-    phases.append(_phase(server, "batch", 0, seconds, (batches, batch_id)))
-    phases.append(_phase(server, "both", clients, seconds, (batches, batch_id)))
-    batches.stop(batch_id)
-    phases.append(_phase(server, "clients again", clients, seconds, None))
+    phases = []
+    for number in range(rounds):
+        phases.append(_phase(server, "clients", clients, seconds, None))
+        batch_id = batches.start(lines, seed=2 + number)
+        phases.append(_phase(server, "batch", 0, seconds, (batches, batch_id)))
+        phases.append(_phase(server, "both", clients, seconds, (batches, batch_id)))
+        batches.stop(batch_id)
+        phases.append(_phase(server, "clients", clients, seconds, None))
     return phases
+
+
+def ratios(phases: Sequence[Phase]) -> dict[str, float]:
+    """Return what the batch and the clients are together, as ratios of the medians over the phases.
+
+    Of the clients' times beside the batch to those without it, of the tokens that they get to those without it, and of
+    all tokens to those of the batch alone.
+    """
+
+    def middle(name: str, field: str) -> float:
+        return median(getattr(phase, field) for phase in phases if phase.name == name)
+
+    times = ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms")
+    result = {name: middle("both", name) / max(middle("clients", name), 0.01) for name in times}
+    result["client_tokens"] = middle("both", "client_tokens_per_s") / middle("clients", "client_tokens_per_s")
+    result["all_tokens"] = middle("both", "tokens_per_s") / middle("batch", "tokens_per_s")
+    return {name: round(value, 3) for name, value in result.items()}
 
 
 def main() -> None:
@@ -164,29 +188,27 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--lines", type=int, default=10_000)
     parser.add_argument("--engines", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--seconds", type=float, default=30.0, help="of a phase")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--max-slowdown", type=float, default=1.1, help="batches.max_slowdown of the server")
     parser.add_argument("--note", default="", help="about the machine, for the file")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="batches") as directory:
 
         def change(args: dict[str, Any]) -> None:
             args["replicas"] |= {"num_engine_replicas": arguments.engines, "cpus_per_engine": 0.1}
-            args["batches"]["directory"] = directory
+            args["batches"] |= {"directory": directory, "max_slowdown": arguments.max_slowdown}
 
         with serve(change, engines=arguments.engines) as server:
-            phases = measure(server, arguments.clients, arguments.lines, arguments.seconds)
+            phases = measure(server, arguments.clients, arguments.lines, arguments.seconds, arguments.rounds)
     for phase in phases:
         print(json.dumps(asdict(phase)))
-    first, batch, both, last = phases
-    for name in ("ttft_p99_ms", "itl_p99_ms"):
-        alone = (getattr(first, name) + getattr(last, name)) / 2
-        print(f"{name} beside the batch against without: {getattr(both, name) / alone:.2f} (goal: at most 1.1)")
-    total = both.tokens_per_s / batch.tokens_per_s
-    print(f"total throughput against the batch alone: {total:.2f} (goal: at least 0.95)")
+    print(f"{ratios(phases)} (goals: p99 at most 1.1, all_tokens at least 0.95)")
     if arguments.out:
         machine = {**describe(torch.device("cpu")), "note": arguments.note}
-        settings = {"clients": arguments.clients, "lines": arguments.lines, "engines": arguments.engines}
-        write_result(arguments.out, {"machine": machine, **settings, "phases": [asdict(phase) for phase in phases]})
+        settings = {name: getattr(arguments, name) for name in ("clients", "lines", "engines", "max_slowdown")}
+        result = {"ratios": ratios(phases), "phases": [asdict(phase) for phase in phases]}
+        write_result(arguments.out, {"machine": machine, **settings, **result})
 
 
 if __name__ == "__main__":

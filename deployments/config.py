@@ -163,6 +163,7 @@ class BatchesOptions(_Options):
     max_lines: int = Field(default=50_000, ge=1)
     max_line_bytes: int = Field(default=4 * 2**20, ge=1024)
     file_ttl_s: float = Field(default=2_592_000.0, ge=3600.0, allow_inf_nan=False)
+    max_slowdown: float = Field(default=1.1, ge=1.0, le=100.0)
 
 
 class LoggingOptions(_Options):

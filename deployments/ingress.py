@@ -81,6 +81,7 @@ class Ingress:
             stall_timeout_s=config.limits.stall_timeout_s,
             request_timeout_s=config.limits.request_timeout_s,
             max_background=self._max_background,
+            max_background_slowdown=config.batches.max_slowdown,
             kv_replication=config.router.kv_replication,
         )
         self._unfinished: set[RequestRecord] = set()

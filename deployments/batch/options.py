@@ -22,6 +22,7 @@ class BatchOptions:
         max_line_bytes: a longer line gets an error.
         file_ttl_s: for which files are kept, unless the client asks for a shorter or longer time, and batches that
             have ended.
+        max_slowdown: how many times longer the requests of batches may make a step of an engine for other requests.
     """
 
     directory: Path
@@ -30,3 +31,4 @@ class BatchOptions:
     max_lines: int = 50_000
     max_line_bytes: int = 4 * 2**20
     file_ttl_s: float = 30 * 86_400.0
+    max_slowdown: float = 1.1

@@ -29,7 +29,7 @@ from deployments.observability.ingress_metrics import (
     ROUTING_DECISIONS,
     ingress_recorder,
 )
-from deployments.requests.background_gate import BACKGROUND_PRIORITY, BackgroundGate
+from deployments.requests.background_gate import BACKGROUND_PRIORITY, MAX_SLOWDOWN, BackgroundGate
 from deployments.requests.hot_texts import HotTexts
 from deployments.requests.replication import Replication
 from deployments.requests.stall_watch import StallWatch
@@ -60,6 +60,7 @@ class Dispatcher:
         request_timeout_s: seconds that a request may take from its arrival to its last token; one of a batch, from
             when it is sent.
         max_background: requests of batches at one replica, at most.
+        max_background_slowdown: how many times longer they may make the steps of other requests.
         kv_replication: tokens of an answer after which a neighbour copies its KV; None: never.
     """
 
@@ -72,6 +73,7 @@ class Dispatcher:
         stall_timeout_s: float,
         request_timeout_s: float,
         max_background: int = 64,
+        max_background_slowdown: float = MAX_SLOWDOWN,
         kv_replication: int | None = None,
     ) -> None:
         self.request_timeout_s = request_timeout_s
@@ -86,7 +88,7 @@ class Dispatcher:
         self._waking: asyncio.Task[None] | None = None
         self._retry: asyncio.TimerHandle | None = None
         self._links: Links | None = None
-        self.background = BackgroundGate(view, max_background, monotonic)
+        self.background = BackgroundGate(view, max_background, monotonic, max_background_slowdown)
         self._held: dict[Dispatch, None] = {}  # of the background; the first to send first
         self._background_timer: asyncio.TimerHandle | None = None
 
@@ -200,6 +202,7 @@ class Dispatcher:
                 dispatch.deadline = self._loop.time() + self.request_timeout_s
                 self.background.sent(dispatch, num_others)
             else:
+                self.background.other_sent(dispatch)
                 self._pause_excess(dispatch.replica)
         return True
 

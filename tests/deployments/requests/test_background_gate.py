@@ -37,11 +37,11 @@ class Clock:
 class Gate:
     """A gate over one replica."""
 
-    def __init__(self, load: EngineLoad = IDLE) -> None:
+    def __init__(self, load: EngineLoad = IDLE, max_slowdown: float = 1.05) -> None:
         self.view, self.clock = ClusterView(clock=lambda: 0.0), Clock()
         self.view.set_replicas({"a": {"block_size": 4}})
         self.report(load)
-        self.gate = BackgroundGate(self.view, 20, self.clock)
+        self.gate = BackgroundGate(self.view, 20, self.clock, max_slowdown)
 
     def report(self, load: EngineLoad) -> None:
         self.view.routing.report("a", load, now=0.0)
@@ -107,6 +107,34 @@ def test_beside_others_long_prompts_start_one_after_the_other() -> None:
     assert one.gate.has_room("a", 10)
     short = Gate(replace(IDLE, step_costs=COSTS))
     assert len(short.fill(10, num_tokens=40)) == 5  # 0.4 ms each: no one feels that
+
+
+def test_the_slowdown_is_chosen() -> None:
+    """Of a step of 10 requests, which takes 11 ms, 20% are the time of 22 more, and none of the slowest."""
+    assert len(Gate(replace(IDLE, step_costs=COSTS), max_slowdown=1.1).fill(10)) == 11
+    assert len(Gate(replace(IDLE, step_costs=COSTS), max_slowdown=2.0).fill(10)) == 20  # the most
+    assert Gate(replace(IDLE, step_costs=COSTS), max_slowdown=1.0).fill(10) == []
+
+
+def test_prompts_like_those_of_others_start_more_often() -> None:
+    """Where prompts of others make steps as long anyway, those of batches take half of what the slowdown allows."""
+    one = Gate(replace(IDLE, step_costs=COSTS), max_slowdown=1.1)
+    for _ in range(200):  # each takes 10 ms, and there are 20 in a second
+        one.clock.now += 0.05
+        one.gate.other_sent(Dispatch(EngineRequest("other", [1]), replica="a", num_uncached_tokens=1000))
+    assert len(one.fill(10, num_tokens=1200)) == 1  # 12 ms, of which 5% of the time are 240 ms
+    one.clock.now += 0.2
+    assert not one.gate.has_room("a", 10)
+    one.clock.now += 0.05
+    assert len(one.fill(10, num_tokens=2000)) == 1  # longer than theirs
+    one.clock.now += 2.0
+    assert not one.gate.has_room("a", 10)
+    one.clock.now += 0.3  # 200 steps; there were no prompts of others meanwhile
+    assert len(one.fill(10, num_tokens=1000)) == 1
+    one.clock.now += 60.0
+    assert len(one.fill(10, num_tokens=1000)) == 1
+    one.clock.now += 2.1
+    assert not one.gate.has_room("a", 10)
 
 
 def test_a_quarter_of_the_blocks_is_left_free() -> None:
