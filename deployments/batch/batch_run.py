@@ -28,7 +28,7 @@ from deployments.batch.input_lines import (
     parse_line,
     read_line,
 )
-from deployments.batch.journal import Journal
+from deployments.batch.journal import Journal, JournalLostError
 from deployments.batch.journal_writer import JournalWriter
 from deployments.batch.line_runner import LineRunner, error_record
 from deployments.batch.line_slots import LineSlots
@@ -95,15 +95,28 @@ class BatchRun:
             self._stopped.set_result(status)
 
     async def run(self) -> None:
-        """Compute the batch, and end it. Cancelling the call leaves it for another run.
+        """Compute the batch, and end it, or return when another run has. Cancelling the call leaves it for another run.
 
         Raises:
             OSError: the directory cannot be read or written.
             JournalLostError: another runner has claimed the batch.
         """
+        loss: Exception | None = None
+        try:
+            await self._run()
+        except (FileNotFoundError, JournalLostError) as error:
+            loss = error
+        finally:
+            has_ended = await self._in_thread(lambda: self._work.batches.tidy(self._batch.id))
+        if loss is not None and not has_ended:
+            raise loss
+
+    async def _run(self) -> None:
         if not await self._read_lines():
             return
-        journal = await self._in_thread(lambda: Journal(self._work.disk, self._path, self._lease))
+        journal = await self._in_thread(
+            lambda: Journal(self._work.disk, self._path, self._lease), if_cancelled=Journal.close
+        )
         writer = JournalWriter(journal, self._work.executor)
         try:
             await self._start(journal)
@@ -219,8 +232,20 @@ class BatchRun:
     def _now(self) -> int:
         return int(self._work.clock())
 
-    async def _in_thread(self, function: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._work.executor, function)
+    async def _in_thread(self, function: Callable[[], T], if_cancelled: Callable[[T], object] | None = None) -> T:
+        """Return what a function returns in a thread.
+
+        Cancelling the call waits for the function, which must not write after the end of the run, and passes what it
+        returns to ``if_cancelled``.
+        """
+        future = asyncio.get_running_loop().run_in_executor(self._work.executor, function)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            await asyncio.wait([future])
+            if future.exception() is None and if_cancelled is not None:
+                if_cancelled(future.result())
+            raise
 
 
 def _raise_first(task: asyncio.Task[None]) -> None:

@@ -209,17 +209,21 @@ class BatchStore:
         self._disk.replace(self.path(batch_id) / f"progress-{claim}.json", json.dumps(progress).encode())
 
     def end(self, batch_id: str, end: Mapping[str, Any]) -> bool:
-        """End a batch; returns False, and changes nothing, if it has ended already. Its journal is removed."""
-        path = self.path(batch_id)
-        is_first = self._disk.create(path / "end.json", json.dumps(end).encode())
-        self.forget_journal(batch_id)
-        return is_first
+        """End a batch; returns False, and changes nothing, if it has ended already."""
+        return self._disk.create(self.path(batch_id) / "end.json", json.dumps(end).encode())
 
-    def forget_journal(self, batch_id: str) -> None:
-        """Remove what a batch that has ended no longer needs."""
+    def tidy(self, batch_id: str) -> bool:
+        """Remove what a batch no longer needs if it has ended; returns whether it has.
+
+        Every run calls this after its last write. So nothing stays, whichever of several runs ends the batch: a file
+        that is created before the end is removed by the run that ends it, and a later one by the run that created it.
+        """
         path = self.path(batch_id)
+        if not (path / "end.json").exists():
+            return False
         for name in [*path.glob("results-*.jsonl"), *path.glob("progress-*.json"), path / "input.jsonl"]:
             self._disk.unlink(name)
+        return True
 
     def is_output(self, batch_id: str, file_id: str) -> bool:
         """Whether the end of a batch names a file as its output."""
@@ -236,8 +240,8 @@ class BatchStore:
                 if kept_since + self._options.file_ttl_s < now:
                     self._disk.unlink(path / "batch.json")
                     self._disk.remove_tree(path)
-                elif state is not None:
-                    self.forget_journal(batch_id)
+                else:
+                    self.tidy(batch_id)
             if path.is_dir():
                 for leftover in list(self._disk.leftovers(path, now - 86_400)):
                     self._disk.unlink(leftover)

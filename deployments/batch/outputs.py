@@ -19,10 +19,14 @@ def write_outputs(files: FileStore, batch: Batch, journal: Journal) -> dict[str,
     Raises:
         OSError: they cannot be written.
     """
-    return {
-        "output_file_id": _write(files, batch, journal, is_error=False),
-        "error_file_id": _write(files, batch, journal, is_error=True),
-    }
+    output_id = _write(files, batch, journal, is_error=False)
+    try:
+        error_id = _write(files, batch, journal, is_error=True)
+    except Exception:
+        if output_id is not None:
+            files.delete(output_id)
+        raise
+    return {"output_file_id": output_id, "error_file_id": error_id}
 
 
 def _write(files: FileStore, batch: Batch, journal: Journal, *, is_error: bool) -> str | None:

@@ -1,8 +1,12 @@
-"""FaultyDisk: a disk of which one operation fails, or all from one on, as when the process is killed."""
+"""FaultyDisk: a disk of which one operation fails, or all from one on, as when the process is killed.
+
+InterruptedDisk: a disk that does something else before one of its operations, as when another process is faster.
+"""
 
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from pathlib import Path
 
 from deployments.batch.disk import Disk
@@ -69,3 +73,23 @@ class FaultyDisk(Disk):
             getattr(super(), name)(*paths)
         if fails:
             self._fail()
+
+
+class InterruptedDisk(FaultyDisk):
+    """Calls a function before the operation with the number ``number``, in the thread of the operation.
+
+    Args:
+        number: counted from 0.
+        interrupt: is called once.
+    """
+
+    def __init__(self, number: int, interrupt: Callable[[], object]) -> None:
+        super().__init__()
+        self._number = number
+        self._interrupt = interrupt
+
+    def _fails(self) -> bool:
+        if self.num_operations == self._number:
+            self._number = -1  # the function may call this disk
+            self._interrupt()
+        return super()._fails()

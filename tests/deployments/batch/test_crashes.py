@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -19,14 +20,15 @@ from hypothesis import strategies as st
 
 from deployments.batch.batch_run import BatchRun, Workplace
 from deployments.batch.batch_store import BatchStore, State
+from deployments.batch.disk import Disk
 from deployments.batch.file_store import FileStore
 from deployments.batch.in_process import Answer
 from deployments.batch.journal import Journal, JournalLostError, Record, Tokens
 from deployments.batch.line_slots import LineSlots
 from deployments.batch.options import BatchOptions
 from tests.deployments.batch.conftest import COMPLETIONS, line
-from tests.deployments.batch.faulty_disk import DiskError, FaultyDisk
-from tests.waiting import until_in_loop
+from tests.deployments.batch.faulty_disk import DiskError, FaultyDisk, InterruptedDisk
+from tests.waiting import HANG_S, until_in_loop
 
 NUM_LINES = 7
 CONTENT = "\n".join([*(line(f"r{number}", prompt=f"p{number}") for number in range(NUM_LINES)), "{broken"])
@@ -106,6 +108,7 @@ def results(work: Workplace, batch_id: str) -> tuple[State, dict[str, list[Any]]
 def check(work: Workplace, batch_id: str) -> None:
     """Fail unless the batch has what it has without any fault."""
     state, lines = results(work, batch_id)
+    directory = work.batches.path(batch_id)
     assert (state.status, state.end is not None and state.end["request_counts"]) == (
         "completed",
         {"total": NUM_LINES + 1, "completed": NUM_LINES - 1, "failed": 2},
@@ -117,7 +120,8 @@ def check(work: Workplace, batch_id: str) -> None:
     errors = [item["custom_id"] for item in lines["error_file_id"]]
     assert errors == ["r3", None]
     assert len(work.files.all()) == 3
-    assert not list(work.batches.path(batch_id).glob("results-*"))
+    leftovers = [path for name in ("results-*", "progress-*", "input.jsonl") for path in directory.glob(name)]
+    assert not leftovers
 
 
 async def interrupt(directory: Path, executor: Executor, fails_at: int, **fault: bool) -> bool:
@@ -177,9 +181,118 @@ async def test_a_runner_that_was_taken_for_dead_changes_nothing(tmp_path: Path, 
         await asyncio.sleep(0.0005)
     pause.set()
     outcomes = await asyncio.gather(task, other, return_exceptions=True)
-    assert {type(outcome) for outcome in outcomes} <= {type(None), JournalLostError, FileNotFoundError}
+    assert {type(outcome) for outcome in outcomes} <= {type(None), JournalLostError}
     await run(successor, batch_id)
     check(successor, batch_id)
+
+
+async def overtaken(directory: Path, executor: Executor, number: int) -> bool:
+    """Run a batch; before the operation ``number`` another runner claims the batch and ends it.
+
+    Returns:
+        Whether the first runner has got so far.
+    """
+    batch_id, loop = new_batch(directory, executor), asyncio.get_running_loop()
+    other = workplace(directory, executor, FaultyDisk(), Engines())
+
+    def overtake() -> None:
+        asyncio.run_coroutine_threadsafe(run(other, batch_id), loop).result(HANG_S)
+
+    disk = InterruptedDisk(number, overtake)
+    with suppress(JournalLostError):
+        await run(workplace(directory, executor, disk, Engines()), batch_id)
+    check(other, batch_id)
+    check_files(other)
+    return disk.num_operations > number
+
+
+async def caught_up(directory: Path, executor: Executor, number: int) -> bool:
+    """Run a batch that an earlier runner has begun; before the operation ``number`` that one goes on to its end.
+
+    Returns:
+        Whether the later runner has got so far.
+    """
+    batch_id, pause, loop = new_batch(directory, executor), asyncio.Event(), asyncio.get_running_loop()
+    earlier = asyncio.create_task(run(workplace(directory, executor, FaultyDisk(), Engines(pause)), batch_id))
+    await until_in_loop(lambda: b"p0" in written(directory))
+    has_ended = threading.Event()
+    earlier.add_done_callback(lambda _: has_ended.set())
+
+    def catch_up() -> None:
+        loop.call_soon_threadsafe(pause.set)
+        assert has_ended.wait(HANG_S)
+
+    disk = InterruptedDisk(number, catch_up)
+    work = workplace(directory, executor, disk, Engines())
+    with suppress(JournalLostError):
+        await run(work, batch_id)
+    pause.set()
+    with suppress(JournalLostError):
+        await earlier
+    check(work, batch_id)
+    check_files(work)
+    return disk.num_operations > number
+
+
+def check_files(work: Workplace) -> None:
+    """Fail unless the only files are the input and the two outputs."""
+    assert len(list(work.files.directory.iterdir())) == 2 * 3
+
+
+@pytest.mark.parametrize("race", [overtaken, caught_up])
+async def test_two_runners_leave_what_one_leaves(
+    tmp_path: Path, executor: Executor, race: Callable[[Path, Executor, int], Awaitable[bool]]
+) -> None:
+    """One of them ends the batch between any two operations of the other one."""
+    number = 0
+    while await race(tmp_path / str(number), executor, number):
+        number += 1
+    assert number > 25
+
+
+async def stopped(directory: Path, executor: Executor, number: int) -> bool:
+    """Cancel a run in its operation ``number``; returns whether it has got so far."""
+    batch_id, loop = new_batch(directory, executor), asyncio.get_running_loop()
+    ended_early = False
+
+    def cancel() -> None:
+        nonlocal ended_early
+        loop.call_soon_threadsafe(task.cancel)
+        for _ in range(20):  # turns of the event loop, in which a run that did not wait would end
+            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(HANG_S)
+        ended_early = task.done()
+
+    disk = InterruptedDisk(number, cancel)
+    task = asyncio.create_task(run(workplace(directory, executor, disk, Engines()), batch_id))
+    await asyncio.wait([task])
+    assert not ended_early
+    successor = workplace(directory, executor, FaultyDisk(), Engines())
+    await run(successor, batch_id)
+    check(successor, batch_id)
+    check_files(successor)
+    return disk.num_operations > number
+
+
+async def test_a_run_that_is_cancelled_ends_after_its_last_operation(
+    tmp_path: Path, executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journals: list[Journal] = []
+
+    class CountedJournal(Journal):
+        def __init__(self, disk: Disk, directory: Path, lease: int) -> None:
+            super().__init__(disk, directory, lease)
+            journals.append(self)
+
+        def close(self) -> None:
+            super().close()
+            journals.remove(self)
+
+    monkeypatch.setattr("deployments.batch.batch_run.Journal", CountedJournal)
+    number = 0
+    while await stopped(tmp_path / str(number), executor, number):
+        number += 1
+        assert not journals
+    assert number > 25
 
 
 async def test_the_first_end_of_a_batch_stays(tmp_path: Path, executor: Executor) -> None:
