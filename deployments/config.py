@@ -395,7 +395,6 @@ def _known_keys(path: list[str]) -> list[str]:
     model: type[BaseModel] = AppConfig
     for part in path:
         annotation = model.model_fields[part].annotation
-        assert isinstance(annotation, type)
-        assert issubclass(annotation, BaseModel)
+        assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
         model = annotation
     return list(model.model_fields)
