@@ -19,12 +19,15 @@ import torch
 __all__ = [
     "BLOCK_INPUTS",
     "SEGMENT_INPUTS",
+    "SMALLEST_NOT_FINITE",
     "CodeFormat",
     "CodedMatrix",
     "CodedWeight",
     "Floats",
     "OuterType",
     "Section",
+    "StoredLayout",
+    "StoredScales",
     "Weight",
     "Zero",
     "decode",
@@ -32,11 +35,13 @@ __all__ = [
 ]
 
 BLOCK_INPUTS = 32  # inputs that are packed together
+SMALLEST_NOT_FINITE: Mapping[str, int] = {"e4m3": 0x7F, "e5m2": 0x7C}  # the least code but for its sign
 SEGMENT_INPUTS = 256  # whose factors are packed together: groups have a power of two of inputs, or a multiple of it
 
 OuterType = Literal["float16", "bfloat16", "float32"]
 Zero = Literal["constant", "points", "minima"]
 Floats = Literal["e4m3", "e5m2"]
+StoredScales = Literal["e4m3 halves", "e8m0 halves", "e8m0"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,13 +123,30 @@ class Section:
     num_outputs: int
 
 
+@dataclass(frozen=True)
+class StoredLayout:
+    """How a file has the codes of an output, which are unpacked when they are packed for a device.
+
+    Attributes:
+        codes: "bytes"; "signed bytes", which are 128 less than the codes; "nibbles", two codes a byte, the first one in
+            the low half; "high nibbles", the first one in the high half; or a type of GGUF's, as ggml calls it, whose
+            blocks have the factors in them.
+        scales: what each byte of the outer scales means: half of a float of 8 bits, a power of two, or half of one;
+            None: they are numbers.
+    """
+
+    codes: str
+    scales: StoredScales | None = None
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CodedMatrix:
     """A weight [out_features, in_features] as codes and factors, on the CPU.
 
     Attributes:
         format: how to decode them.
-        codes: uint8 [out_features, in_features], one a byte; floats are their bits.
+        codes: uint8 [out_features, in_features], one a byte; floats are their bits. As a file has them with a
+            ``layout``: [out_features, bytes of a row].
         outer_scales: of the format's ``outer_type``, [out_features, num_outers].
         outer_minima: of the same type and shape; only with minima.
         zero_points: uint8 [out_features, num_outers]; only with zero points.
@@ -132,6 +154,9 @@ class CodedMatrix:
         inner_minima: uint8 [out_features, num_granules]; only with inner factors and minima.
         output_scales: float32 [out_features]; only if the format has them.
         input_order: int32 [in_features], the input that each column of codes multiplies; only if the format has one.
+        layout: how the file has codes, and outer scales; None: codes are bytes. `unpacked` of kernels/dequant/stored.py
+            returns the matrix without it.
+        stored_inputs: in_features, where there is a ``layout``.
     """
 
     format: CodeFormat
@@ -143,11 +168,13 @@ class CodedMatrix:
     inner_minima: torch.Tensor | None = None
     output_scales: torch.Tensor | None = None
     input_order: torch.Tensor | None = None
+    layout: StoredLayout | None = None
+    stored_inputs: int = 0
 
     @property
     def shape(self) -> torch.Size:
         """Outputs and inputs."""
-        return self.codes.shape
+        return self.codes.shape if self.layout is None else torch.Size((len(self.codes), self.stored_inputs))
 
     @property
     def parts(self) -> dict[str, torch.Tensor]:
@@ -156,8 +183,14 @@ class CodedMatrix:
         return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
     def with_parts(self, parts: Mapping[str, torch.Tensor]) -> CodedMatrix:
-        """Return a matrix of this format with other tensors, by name."""
-        return CodedMatrix(format=self.format, input_order=self.input_order, **parts)
+        """Return a matrix of this format and layout with other tensors, by name."""
+        return CodedMatrix(
+            format=self.format,
+            input_order=self.input_order,
+            layout=self.layout,
+            stored_inputs=self.stored_inputs,
+            **parts,
+        )
 
     def times(self, factor: float) -> CodedMatrix:
         """Return the matrix times a factor, which its output scales have."""
@@ -172,6 +205,7 @@ class CodedMatrix:
         """Return some inputs; both are multiples of the format's group, or the end, and the inputs are in order."""
         form = self.format
         assert not form.has_input_order
+        assert self.layout is None
         units = {"codes": 1, "inner_scales": form.granule, "inner_minima": form.granule, "output_scales": 0}
         parts = {}
         for name, part in self.parts.items():
@@ -211,7 +245,8 @@ def halves(weight: Weight) -> Sequence[Weight]:
 
 
 def decode(matrix: CodedMatrix) -> torch.Tensor:
-    """Return the weights, float32 [out_features, in_features], as plainly as torch allows."""
+    """Return the weights of a matrix without a ``layout``, float32 [out_features, in_features], plainly."""
+    assert matrix.layout is None
     form, (_, in_features) = matrix.format, matrix.shape
     levels = matrix.codes.view(form.code_dtype).float()
     if form.levels:

@@ -32,6 +32,8 @@ __all__ = [
     "CScanCall",
     "CSequences",
     "CStep",
+    "CStoredCodes",
+    "CStoredFactors",
     "CWeight",
     "Library",
     "address",
@@ -57,6 +59,25 @@ class CCodeFormat(ctypes.Structure):
         *_fields(_INT32, "has_inner", "zero_kind", "has_levels", "floats"),
         ("zero", _FLOAT),
         ("levels", ctypes.c_uint8 * 16),
+    )
+
+
+class CStoredFactors(ctypes.Structure):
+    """``pagoda_stored_factors``."""
+
+    _fields_ = (("first", _POINTER), *_fields(_INT64, "stride", "count"))
+
+
+class CStoredCodes(ctypes.Structure):
+    """``pagoda_stored_codes``."""
+
+    _fields_ = (
+        ("codes", _POINTER),
+        *_fields(CStoredFactors, "outer_scales", "outer_minima", "zero_points", "inner_scales", "inner_minima"),
+        ("scale_table", _POINTER),
+        *_fields(_INT64, "row_bytes", "num_rows", "num_inputs", "in_features"),
+        *_fields(_INT64, "first_output", "panel_step", "panel_offset"),
+        ("layout", _INT32),
     )
 
 
@@ -270,18 +291,18 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pagoda_gather_rows": (_INT32, (_POINTER, _POINTER, _INT32, _INT64, _POINTER, _INT32, _INT32, _FLOAT)),
     "pagoda_gelu": (None, (_POINTER, _POINTER, _INT32, _INT64, _INT64)),
     "pagoda_gated_delta_rule": (None, (ctypes.POINTER(CDeltaRuleCall),)),
+    "pagoda_gguf_is_finite": (_INT32, (_POINTER, _INT64, _INT32)),
     "pagoda_has_int8": (_INT32, ()),
+    "pagoda_largest_octet": (_INT32, (_POINTER, _INT64, _INT32)),
     "pagoda_layers": (None, (_POINTERS, _INT32, _STEP, _CACHE)),
     "pagoda_linear": (None, (_POINTER, _INT64, _ROWS, _WEIGHT, ctypes.c_int)),
     "pagoda_logits": (None, (_POINTER, _POINTER, _INT32, _POINTER, _FLOAT, _WEIGHT, _FLOAT, _POINTER, _POINTER)),
     "pagoda_mixer_half": (None, (_LAYER, _STEP, _CACHE)),
     "pagoda_mlp_half": (None, (_LAYER, _STEP)),
-    "pagoda_pack_codes": (
-        None,
-        (_POINTER, ctypes.POINTER(CCodeFormat), _POINTER, *(_INT64,) * 5),
-    ),
     "pagoda_pack_rows_for": (None, (_ROWS, _POINTER, _INT32, _WEIGHT, _POINTER, _FLOAT)),
     "pagoda_pack_weight": (None, (*(_POINTER,) * 4, *(_INT32,) * 7)),
+    "pagoda_pack_stored": (None, (_POINTER, ctypes.POINTER(CCodeFormat), ctypes.POINTER(CStoredCodes))),
+    "pagoda_panel_bytes": (_INT64, (ctypes.POINTER(CCodeFormat), _INT64)),
     "pagoda_prefault_free": (None, (_POINTER,)),
     "pagoda_prefault_new": (_POINTER, (_POINTERS, ctypes.POINTER(_INT64), _INT64, _INT64, _INT32)),
     "pagoda_prefault_num_ready": (_INT64, (_POINTER,)),

@@ -6,23 +6,22 @@ csrc/coded/codes.h draws the layout. A weight is packed once; the tensors it cam
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
 
 import torch
-from torch.nn import functional as F
 
-from kernels.coded_weight import BLOCK_INPUTS, SEGMENT_INPUTS, CodedMatrix, CodedWeight, CodeFormat, Section
+from kernels.coded_weight import BLOCK_INPUTS, CodedMatrix, CodedWeight, CodeFormat, Section
 from kernels.cpu.bindings import CCodedPanels, CCodeFormat, CWeight, address
 from kernels.cpu.library import require
 from kernels.cpu.linear import LANES, PANELS_AT_ONCE, PackedLinear, WeightKind
 from kernels.cpu.memory import huge_zeros
+from kernels.cpu.stored_codes import pack_stored
 
 __all__ = ["NOT_CODED", "SECTION_OUTPUTS", "Coded", "CodedLinear", "format_at_load", "packed_linear", "quantize_codes"]
 
 SECTION_OUTPUTS = LANES * PANELS_AT_ONCE  # that are read together
-_VECTOR_BYTES = 64
 _OUTER_TYPES = ("float16", "bfloat16", "float32")  # in the order of codes.h, as the kinds of zeros
 _ZERO_KINDS = ("constant", "points", "minima")
 _FLOATS = (None, "e4m3", "e5m2")
@@ -100,7 +99,7 @@ class CodedLinear(PackedLinear):
         groups: list[CCodedPanels] = []
         start = 0
         for panels in self._sections:
-            step = PANELS_AT_ONCE * panels.layout.num_bytes
+            step = PANELS_AT_ONCE * panels.panel_bytes
             starts = range(start, start + panels.num_bytes, step)
             groups += [CCodedPanels(at, ctypes.pointer(panels.c_format)) for at in starts]
             start += panels.num_bytes
@@ -139,8 +138,9 @@ class CodedLinear(PackedLinear):
         first_byte = first_panel = 0
         octets = self.words.view(torch.uint8)
         for panels, matrix in zip(self._sections, weight.sections, strict=True):
-            own = octets[first_byte : first_byte + panels.num_bytes].view(panels.count, panels.layout.num_bytes)
-            panels.pack(own, _padded(matrix, self.in_features), first_output, every, offset)
+            assert matrix.format == panels.format
+            where = {"first_output": first_output, "every": every, "offset": offset}
+            pack_stored(octets[first_byte:], panels.c_format, matrix, self.in_features, **where)
             if matrix.output_scales is not None:
                 assert self._scales is not None
                 index = torch.arange(first_output, first_output + len(matrix.output_scales))
@@ -154,9 +154,9 @@ class _Panels:
 
     def __init__(self, section: Section, in_features: int) -> None:
         self.format = section.format
-        self.layout = _PanelLayout(section.format, in_features)
+        self.panel_bytes = int(require().pagoda_panel_bytes(self.c_format, in_features))
         self.count = -(-section.num_outputs // SECTION_OUTPUTS) * PANELS_AT_ONCE
-        self.num_bytes = self.count * self.layout.num_bytes
+        self.num_bytes = self.count * self.panel_bytes
 
     @cached_property
     def c_format(self) -> CCodeFormat:
@@ -174,87 +174,3 @@ class _Panels:
             form.zero,
             (ctypes.c_uint8 * 16)(*form.levels),
         )
-
-    def pack(self, octets: torch.Tensor, matrix: CodedMatrix, first_output: int, every: int, offset: int) -> None:
-        """Pack a matrix as outputs from ``first_output`` on, to ``octets`` [panels, bytes of a panel]."""
-        assert matrix.format == self.format
-        codes = matrix.codes.contiguous()
-        num_rows, in_features = codes.shape
-        arguments = (num_rows, in_features, first_output, every, offset)
-        require().pagoda_pack_codes(octets.data_ptr(), self.c_format, codes.data_ptr(), *arguments)
-        index = torch.arange(first_output, first_output + num_rows)
-        panel, lane = index // LANES * every + offset, index % LANES
-        are_whole = num_rows > 0 and first_output % LANES == num_rows % LANES == 0
-        whole = slice(int(panel[0]), int(panel[-1]) + 1, every) if are_whole else slice(0)
-        for name, factors in matrix.parts.items():
-            if name in self.layout.starts:
-                of_segments = self.layout.of_segments(name, factors)
-                for first, target in self.layout.targets(name, octets, factors.dtype):
-                    own = of_segments[:, first : first + target.shape[1]]
-                    if are_whole:
-                        target[whole] = own.view(-1, LANES, *own.shape[1:]).permute(0, 2, 3, 1)
-                    else:
-                        target[panel, :, :, lane] = own
-
-
-class _PanelLayout:
-    """Where factors begin in the segments of a panel, in bytes, by their names in `CodedMatrix`."""
-
-    def __init__(self, form: CodeFormat, in_features: int) -> None:
-        granules = SEGMENT_INPUTS // form.granule
-        outers = max(1, granules // form.granules_per_outer)
-        self._repeats = max(1, form.granules_per_outer // granules)
-        counts = {"outer_scales": outers}
-        if form.zero_kind != "constant":
-            counts["outer_minima" if form.zero_kind == "minima" else "zero_points"] = outers
-        if form.has_inner:
-            counts["inner_scales"] = granules
-            if form.zero_kind == "minima":
-                counts["inner_minima"] = granules
-        self._counts, self.starts, end = counts, dict[str, int](), 0
-        for name, count in counts.items():
-            is_outer_float = name in ("outer_scales", "outer_minima")
-            self.starts[name] = end
-            end += count * LANES * (form.outer_dtype.itemsize if is_outer_float else 1)
-        factor_bytes = -(-end // _VECTOR_BYTES) * _VECTOR_BYTES
-        block_bytes, blocks = form.bits * _VECTOR_BYTES, -(-in_features // BLOCK_INPUTS)
-        self._segment_bytes = factor_bytes + SEGMENT_INPUTS // BLOCK_INPUTS * block_bytes
-        self._num_segments = -(-in_features // SEGMENT_INPUTS)
-        self.num_bytes = self._num_segments * factor_bytes + blocks * block_bytes
-
-    def of_segments(self, name: str, factors: torch.Tensor) -> torch.Tensor:
-        """Return factors [rows, any] as those of each segment, [rows, segments, any]; zeros follow the last ones."""
-        if self._repeats > 1 and not name.startswith("inner"):
-            repeats = min(self._repeats, self._num_segments)
-            factors = factors.repeat_interleave(repeats, dim=1)[:, : self._num_segments]
-        count = self._counts[name]
-        factors = F.pad(factors, (0, self._num_segments * count - factors.shape[1]))
-        return factors.view(len(factors), -1, count)
-
-    def targets(self, name: str, octets: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield where factors are in panels, [panels, segments, any, 16], and which segment is the first there."""
-        start, size = self.starts[name], self._counts[name] * LANES * dtype.itemsize
-        num_whole = self.num_bytes // self._segment_bytes
-        whole = octets[:, : num_whole * self._segment_bytes].view(len(octets), num_whole, self._segment_bytes)
-        rest = octets[:, None, num_whole * self._segment_bytes :]
-        for first, segments in ((0, whole), (num_whole, rest)):
-            if segments.shape[1] and segments.shape[2]:
-                own = segments[:, :, start : start + size].view(dtype)
-                yield first, own.view(*own.shape[:2], -1, LANES)
-
-
-def _padded(matrix: CodedMatrix, in_features: int) -> CodedMatrix:
-    """Return a matrix with so many inputs; what follows its own is multiplied with zeros."""
-    missing = in_features - matrix.shape[1]
-    assert missing >= 0
-    if not missing:
-        return matrix
-    form, (_, own) = matrix.format, matrix.shape
-    outers = form.num_outers(in_features) - form.num_outers(own)
-    granules = form.num_granules(in_features) - form.num_granules(own)
-    more = {"codes": missing, "inner_scales": granules, "inner_minima": granules, "output_scales": 0}
-    parts = {}
-    for name, part in matrix.parts.items():
-        count = more.get(name, outers)
-        parts[name] = torch.cat((part, part.new_zeros(len(part), count)), dim=1) if count else part
-    return matrix.with_parts(parts)

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from kernels.coded_weight import BLOCK_INPUTS, SEGMENT_INPUTS, CodedMatrix, CodeFormat, Floats, OuterType, Zero
+from kernels.coded_weight import (
+    BLOCK_INPUTS,
+    SEGMENT_INPUTS,
+    CodedMatrix,
+    CodeFormat,
+    Floats,
+    OuterType,
+    StoredLayout,
+    Zero,
+)
 
 __all__ = ["coded_groups", "format_of_groups"]
 
@@ -73,6 +82,8 @@ def coded_groups(
     minima: torch.Tensor | None = None,
     output_scales: torch.Tensor | None = None,
     input_order: torch.Tensor | None = None,
+    layout: StoredLayout | None = None,
+    num_inputs: int = 0,
 ) -> CodedMatrix:
     """Return rows of a weight.
 
@@ -83,7 +94,10 @@ def coded_groups(
         zeros: the zero points, [num_rows, num_groups]; of other formats None.
         minima: [num_rows, num_groups]; of other formats None.
         output_scales: float32 [num_rows]; of other formats None.
-        input_order: int32 [columns], the inputs group by group; None: the inputs of a group are neighbours.
+        input_order: int32 [columns], the inputs group by group; None: the inputs of a group are neighbours. Codes with
+            an order have no layout.
+        layout: of codes and scales, if they are kept as the file has them.
+        num_inputs: columns, where there is a layout.
     """
     num_rows = len(codes)
     if input_order is not None:
@@ -92,7 +106,8 @@ def coded_groups(
     def spread(factors: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
         return None if factors is None else factors.to(dtype).expand(num_rows, -1)
 
-    spread_scales = spread(scales, form.outer_dtype)
+    has_bytes = layout is not None and layout.scales is not None
+    spread_scales = spread(scales, torch.uint8 if has_bytes else form.outer_dtype)
     assert spread_scales is not None
     return CodedMatrix(
         format=form,
@@ -102,4 +117,6 @@ def coded_groups(
         zero_points=spread(zeros, torch.uint8),
         output_scales=output_scales,
         input_order=input_order,
+        layout=layout,
+        stored_inputs=num_inputs,
     )

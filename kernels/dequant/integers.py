@@ -13,7 +13,7 @@ from kernels.dequant.fp4 import unpack_pairs
 from kernels.dequant.scales import scale_blocks
 
 __all__ = [
-    "awq_codes",
+    "awq_nibbles",
     "dequantise_affine",
     "dequantise_affine_packed",
     "dequantise_awq",
@@ -242,10 +242,21 @@ def unpack_awq(words: torch.Tensor) -> torch.Tensor:
     return columns.view(-1, len(words))
 
 
-def awq_codes(words: torch.Tensor, columns: slice) -> torch.Tensor:
-    """Return what ``unpack_awq`` does of some columns of words, uint8; ``words`` is contiguous."""
+def awq_nibbles(words: torch.Tensor, columns: slice) -> torch.Tensor:
+    """Return what ``unpack_awq`` does of some columns of words, two a byte with the first one in the low half.
+
+    Args:
+        words: int32 [num_rows, all columns], contiguous.
+        columns: some of them.
+
+    Returns:
+        uint8 [8 * num_columns, at least num_rows / 2].
+    """
     turned = turn_words(words, columns, is_awq=True)
-    return unpack_awq(words[:, columns]).byte() if turned is None else unpack_bits(turned, 4, len(words))
+    if turned is not None:
+        return turned.view(torch.uint8)
+    codes = torch.nn.functional.pad(unpack_awq(words[:, columns]).byte(), (0, len(words) % 2))
+    return codes[:, ::2] | codes[:, 1::2] << 4
 
 
 def dequantise_affine_packed(

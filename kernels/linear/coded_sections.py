@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from kernels.coded_weight import CodedMatrix, CodeFormat
+from kernels.dequant.stored import unpacked
 
 __all__ = ["FACTORS", "CodedLayout", "CodedSection"]
 
@@ -104,14 +105,15 @@ class CodedSection(nn.Module):
     def __init__(self, matrix: CodedMatrix, out_features: int, device: torch.device) -> None:
         super().__init__()
         self.out_features, self.layout = out_features, CodedLayout(matrix.format, matrix.shape[1])
+        matrix = unpacked(matrix.with_parts({name: part.to(device) for name, part in matrix.parts.items()}))
         counts = {"inner_scales": self.layout.num_parts, "inner_minima": self.layout.num_parts}
         for name in FACTORS:
             part = matrix.parts.get(name)
             count = counts.get(name, self.layout.num_outers)
-            self._set(name, None if part is None else self._by_part(part.to(device), count))
+            self._set(name, None if part is None else self._by_part(part, count))
         scales = matrix.output_scales
-        self._set("output_scales", None if scales is None else F.pad(scales.to(device), (0, self._num_missing(scales))))
-        self._set("codes", self._packed(matrix.codes.to(device)))
+        self._set("output_scales", None if scales is None else F.pad(scales, (0, self._num_missing(scales))))
+        self._set("codes", self._packed(matrix.codes))
 
     def _set(self, name: str, value: torch.Tensor | None) -> None:
         self.register_parameter(name, None if value is None else nn.Parameter(value, requires_grad=False))

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import torch
 
-from kernels.coded_weight import CodedMatrix, CodeFormat
+from kernels.coded_weight import CodedMatrix, CodedWeight, CodeFormat, Section
+from kernels.cpu.coded_linear import CodedLinear
 
-__all__ = ["FORMATS", "LEVELS", "PLANTED", "random_matrix"]
+__all__ = ["FORMATS", "LEVELS", "PLANTED", "packed_words", "random_matrix"]
 
 LEVELS = (1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241)
 
@@ -60,6 +61,14 @@ def random_matrix(form: CodeFormat, rows: int, columns: int, seed: int = 0) -> C
         parts["output_scales"] = torch.rand(rows, generator=generator)
     order = torch.randperm(columns, generator=generator, dtype=torch.int32) if form.has_input_order else None
     return CodedMatrix(format=form, input_order=order, **parts)
+
+
+def packed_words(matrix: CodedMatrix, first_output: int = 0) -> torch.Tensor:
+    """Return the words of a layer with the matrix as outputs from ``first_output`` on; the others are zero."""
+    num_outputs = first_output + matrix.shape[0]
+    layer = CodedLinear([Section(matrix.format, num_outputs)], matrix.shape[1], num_outputs)
+    layer.set_weight(CodedWeight((matrix,)), first_output=first_output)
+    return layer.words
 
 
 def shifted(name: str, dim: int) -> Callable[[CodedMatrix], CodedMatrix]:

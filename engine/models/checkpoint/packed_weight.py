@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -23,6 +23,7 @@ from kernels.coded_weight import CodedMatrix, CodeFormat
 __all__ = ["PART_DTYPES", "MatrixParts", "PackedWeight", "Scratch", "read_packed", "row_blocks"]
 
 BLOCK_ELEMENTS = 2**21  # that are dequantised at once: their codes stay in a processor's cache
+PIECE_BYTES = 2**20  # of codes that are read and looked at: they stay there, too
 
 _DECODED_DTYPES = (torch.float32, torch.bfloat16)  # that formats can write at once
 
@@ -54,6 +55,12 @@ class Scratch(threading.local):
             self._memory.pop(name, None)  # is freed before more is allocated
             memory = self._memory[name] = own_memory((size,), torch.uint8)
         return memory[:size]
+
+    def kept(self, part: torch.Tensor) -> torch.Tensor:
+        """Return a part that may be a view of this memory, as one that is not."""
+        start = part.untyped_storage().data_ptr()
+        own = (memory.untyped_storage().data_ptr() for memory in self._memory.values())
+        return part.clone() if start in own else part
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -125,6 +132,15 @@ class PackedWeight(ABC):
     def coded(self, parts: Mapping[str, torch.Tensor], rows: range) -> CodedMatrix:
         """Return rows of one matrix as codes of ``code_format``, which is not None; arguments as for ``dequantise``."""
         raise NotImplementedError
+
+    @property
+    def keeps_stored_codes(self) -> bool:
+        """Whether ``coded`` keeps the codes as they are stored, so that no rows are unpacked to more memory."""
+        return False
+
+    def are_codes_finite(self, octets: torch.Tensor) -> bool:
+        """Whether some rows of the first part, bytes [any], have only finite floats, and scales between them."""
+        return True
 
     def write_transposed(self, parts: Mapping[str, torch.Tensor], out: torch.Tensor) -> bool:
         """Write a whole matrix to ``out``, [columns, rows], in one pass; return False if the format cannot do that.
@@ -234,24 +250,55 @@ class MatrixParts:
         """Return rows of the others. They last until the next call."""
         return {name: self._read(name, rows) for name in self.packed.read_by_rows}
 
+    def kept_rows(self, rows: range) -> tuple[dict[str, torch.Tensor], bool]:
+        """Return what ``by_rows`` does in memory of its own, and whether the codes are known to be finite.
+
+        They are looked at while they are in a processor's cache.
+        """
+        packed, parts, are_finite = self.packed, {}, True
+        for index, (name, stored) in enumerate(packed.parts.items()):
+            if name in packed.read_by_rows:
+                place = self._place(name, rows)
+                memory = own_memory((place.size,), torch.uint8)
+                step = max(1, PIECE_BYTES // max(1, place.row_bytes)) * place.row_bytes
+                for start in range(0, place.size, step):
+                    piece = memory[start : start + step]
+                    self.files.read_into(piece.numpy().data, stored, place.offset + start)
+                    are_finite = are_finite and (index > 0 or packed.are_codes_finite(piece))
+                parts[name] = memory.view(PART_DTYPES[stored.dtype]).view(place.shape)
+        return parts, are_finite
+
     def block(self, num_rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
         """Return memory for dequantised rows."""
         memory = self.scratch.octets("block", num_rows * columns * dtype.itemsize)
         return memory.view(dtype).view(num_rows, columns)
 
     def _read(self, name: str, rows: range | None) -> torch.Tensor:
+        stored, place = self.packed.parts[name], self._place(name, rows)
+        memory = self.scratch.octets(name, place.size)
+        self.files.read_into(memory.numpy().data, stored, place.offset)
+        return memory.view(PART_DTYPES[stored.dtype]).view(place.shape)
+
+    def _place(self, name: str, rows: range | None) -> _Place:
         stored = self.packed.parts[name]
         is_shared = name in self.packed.shared
         shape = stored.shape if is_shared else stored.shape[len(self.packed.stacked) :]
         size = (stored.stop - stored.start) // (1 if is_shared else self.packed.num_matrices)
-        offset = 0 if is_shared else self.index * size
+        offset, row_bytes = 0 if is_shared else self.index * size, size // max(1, shape[0] if shape else 1)
         if rows is not None:
-            row_bytes, own = size // shape[0], self.packed.index_of_rows(rows, shape[0])
+            own = self.packed.index_of_rows(rows, shape[0])
             shape = (own.stop - own.start, *shape[1:])
             offset, size = offset + own.start * row_bytes, shape[0] * row_bytes
-        memory = self.scratch.octets(name, size)
-        self.files.read_into(memory.numpy().data, stored, offset)
-        return memory.view(PART_DTYPES[stored.dtype]).view(shape)
+        return _Place(offset, size, shape, row_bytes)
+
+
+class _Place(NamedTuple):
+    """Where rows of a part are in its tensor, in bytes, and their shape."""
+
+    offset: int
+    size: int
+    shape: tuple[int, ...]
+    row_bytes: int
 
 
 def row_blocks(packed: PackedWeight, wanted: range) -> Iterator[tuple[range, range]]:

@@ -26,6 +26,8 @@ STRUCTURES = {
     bindings.CLayerCache: "pagoda_layer_cache",
     bindings.CLimits: "pagoda_limits",
     bindings.CStep: "pagoda_step",
+    bindings.CStoredCodes: "pagoda_stored_codes",
+    bindings.CStoredFactors: "pagoda_stored_factors",
 }
 
 

@@ -214,6 +214,7 @@ def test_other_instruction_sets_equal_the_reference(flags: str) -> None:
         "test_every_float_is_multiplied_exactly",
     )
     tests = [f"{__file__}::{name}" for name in names]
+    tests.append(str(Path(__file__).with_name("test_stored_codes.py")))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", *tests]
     outcome = subprocess.run(command, env=os.environ | {"PAGODA_CPU_CFLAGS": flags}, capture_output=True, text=True)
     assert outcome.returncode == 0, outcome.stdout

@@ -26,7 +26,6 @@ import torch
 from engine.models.checkpoint.formats.module_tensors import ModuleTensors
 from engine.models.checkpoint.packed_weight import PackedWeight
 from kernels.coded_weight import CodedMatrix, CodeFormat
-from kernels.dequant.bit_fields import fields
 from kernels.dequant.bitsandbytes import (
     byte_levels,
     dequantise_4bit,
@@ -34,6 +33,7 @@ from kernels.dequant.bitsandbytes import (
     dequantise_nested,
 )
 from kernels.dequant.coded_groups import coded_groups, format_of_groups
+from kernels.dequant.stored import HIGH_NIBBLES, SIGNED_BYTES
 
 __all__ = ["Bitsandbytes4Weight", "Bitsandbytes8Weight", "bitsandbytes_weights"]
 
@@ -87,10 +87,16 @@ class Bitsandbytes4Weight(PackedWeight):
         assert form is not None
         assert levels is not None
         first, last = rows.start * columns, rows.stop * columns
-        groups = torch.arange(first, last, self._group) // self.block_size - first // self.block_size
-        scales = self._scales(parts, first, last)[groups].view(len(rows), -1)
-        codes = fields(self._octets(parts, rows).view(len(rows), -1), 4, 1, is_high_first=True)
-        return coded_groups(form, codes, scales * levels.scale)
+        scales = self._scales(parts, first, last)
+        if columns % self.block_size:  # blocks go on from one output to the next
+            scales = scales[torch.arange(first, last, self._group) // self.block_size - first // self.block_size]
+        codes, scales = self._octets(parts, rows).view(len(rows), -1), scales.view(len(rows), -1) * levels.scale
+        return coded_groups(form, codes, scales, layout=HIGH_NIBBLES, num_inputs=columns)
+
+    @property
+    def keeps_stored_codes(self) -> bool:
+        """Whether the codes are the stored bytes."""
+        return True
 
     def dequantise(
         self, parts: Mapping[str, torch.Tensor], rows: range, out: torch.Tensor | None = None
@@ -147,7 +153,13 @@ class Bitsandbytes8Weight(PackedWeight):
         """Return rows of the matrix as codes."""
         form, maxima = self.code_format, parts["maxima"].view(-1, 1)[rows.start : rows.stop]
         assert form is not None
-        return coded_groups(form, parts["weight"].view(torch.uint8) ^ 128, maxima / 127)
+        codes = parts["weight"].view(torch.uint8)
+        return coded_groups(form, codes, maxima / 127, layout=SIGNED_BYTES, num_inputs=self.shape[-1])
+
+    @property
+    def keeps_stored_codes(self) -> bool:
+        """Whether the codes are the stored bytes."""
+        return True
 
 
 def bitsandbytes_weights(module: ModuleTensors) -> Iterator[PackedWeight]:

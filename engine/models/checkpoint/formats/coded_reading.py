@@ -14,12 +14,14 @@ from engine.models.checkpoint.files.tensor_files import TensorFiles
 from engine.models.checkpoint.own_memory import own_memory
 from engine.models.checkpoint.packed_weight import MatrixParts, PackedWeight, Scratch, row_blocks
 from engine.models.checkpoint.sharding import Shard
-from kernels.coded_weight import BLOCK_INPUTS, CodedMatrix, CodedWeight, CodeFormat
+from kernels.coded_weight import BLOCK_INPUTS, SMALLEST_NOT_FINITE, CodedMatrix, CodedWeight, CodeFormat
+from kernels.cpu.stored_codes import largest_octet
+from kernels.dequant.scale_tables import scale_table
+from kernels.dequant.stored import unpacked
 
 __all__ = ["code_format_of", "joined", "read_coded", "why_not_coded"]
 
 _NO_MATRIX = "they are not matrices that are computed from their codes"
-_NOT_FINITE = {"e4m3": 0x7F, "e5m2": 0x7C}  # the least code
 _LARGE = 3e38 / 2**16  # a scale below it gives numbers that are finite in bfloat16, whatever the codes are
 
 
@@ -75,9 +77,30 @@ def read_coded(files: TensorFiles, entry: Entry, shard: Shard | None, scratch: S
     elif shard is not None and not shard.is_whole:
         columns = (shard.start, shard.stop)
     parts = MatrixParts(files, entry, 0 if entry.is_tall else index, scratch)
-    whole, blocks, target = parts.whole(), row_blocks(entry, rows), None
-    for read, wanted in blocks:
-        block = entry.coded(whole | parts.by_rows(read), read)
+    if columns is None and entry.keeps_stored_codes:
+        return _read_stored(parts, rows)
+    return _read_blocks(parts, rows, columns)
+
+
+def _read_stored(parts: MatrixParts, rows: range) -> CodedMatrix:
+    """Return rows whose codes are kept as they are stored: in one piece, into memory of their own."""
+    entry, multiple = parts.packed, parts.packed.row_multiple
+    all_rows, _ = entry.matrix_shape
+    start = rows.start // multiple * multiple
+    read = range(start, min(-(-rows.stop // multiple) * multiple, all_rows))
+    kept, are_codes_finite = parts.kept_rows(read)
+    matrix = entry.coded(parts.whole() | kept, read)
+    matrix = matrix.rows(slice(rows.start - start, rows.stop - start))
+    if not (are_codes_finite and _are_scales_finite(matrix)):
+        _require_finite(entry, unpacked(matrix))
+    return matrix.with_parts({name: parts.scratch.kept(part) for name, part in matrix.parts.items()})
+
+
+def _read_blocks(parts: MatrixParts, rows: range, columns: tuple[int, int] | None) -> CodedMatrix:
+    """Return rows, or some columns of them, whose codes are unpacked block by block."""
+    entry, whole, target = parts.packed, parts.whole(), None
+    for read, wanted in row_blocks(entry, rows):
+        block = unpacked(entry.coded(whole | parts.by_rows(read), read))
         block = block.rows(slice(wanted.start - read.start, wanted.stop - read.start))
         if columns is not None:
             block = block.columns(*columns)
@@ -94,6 +117,8 @@ def joined(matrices: Sequence[CodedMatrix]) -> CodedWeight:
     sections: list[CodedMatrix] = []
     for _, group in groupby(matrices, key=lambda matrix: matrix.format):
         same = list(group)
+        if len({(matrix.layout, matrix.codes.shape[1]) for matrix in same}) > 1:
+            same = [unpacked(matrix) for matrix in same]
         if len(same) > 1:
             whole = _empty_like(same[0], sum(matrix.shape[0] for matrix in same))
             for name, part in whole.parts.items():
@@ -109,16 +134,31 @@ def _empty_like(block: CodedMatrix, num_rows: int) -> CodedMatrix:
     )
 
 
+def _are_scales_finite(matrix: CodedMatrix) -> bool:
+    """Return whether scales and minima are finite, and small enough for all products with codes to be."""
+    factors, layout = [matrix.outer_scales, matrix.outer_minima, matrix.output_scales], matrix.layout
+    if layout is not None and layout.scales is not None:
+        table = scale_table(layout.scales, matrix.format.outer_dtype)
+        mask = (
+            0x7F if layout.scales == "e4m3 halves" else 0xFF
+        )  # without the sign, the largest byte has the largest number
+        factors[0] = table[largest_octet(matrix.outer_scales.contiguous(), mask), None]
+    return all(part is None or _is_bounded(part) for part in factors)
+
+
+def _is_bounded(factors: torch.Tensor) -> bool:
+    return not factors.numel() or bool(factors.abs().max() < _LARGE)  # not if one is NaN
+
+
 def _require_finite(weight: PackedWeight, block: CodedMatrix) -> None:
-    if block.format.floats is not None and block.codes.numel():
-        largest_code = int((block.codes & 0x7F).max())  # without its sign
-        if largest_code >= _NOT_FINITE[block.format.floats]:
-            raise ModelLoadError(
-                f"'{weight.name}' of '{weight.path}' ({weight.format}) has numbers that are not finite; "
-                "download the file again"
-            )
+    floats = block.format.floats
+    if floats is not None and largest_octet(block.codes.contiguous(), 0x7F) >= SMALLEST_NOT_FINITE[floats]:
+        raise ModelLoadError(
+            f"'{weight.name}' of '{weight.path}' ({weight.format}) has numbers that are not finite; "
+            "download the file again"
+        )
     for factors in (block.outer_scales, block.outer_minima, block.output_scales):
-        if factors is not None and factors.numel() and not bool(factors.abs().max() < _LARGE):  # also of NaN
+        if factors is not None and not _is_bounded(factors):
             largest = float(factors.float().abs().max())
             raise ModelLoadError(
                 f"'{weight.name}' of '{weight.path}' ({weight.format}) has a scale of {largest:.3g}, which is not "

@@ -20,7 +20,7 @@ import torch
 from engine.models.checkpoint.formats.groups import InputGroups, group_size_of, sizes_in, stored_groups, why_not_coded
 from engine.models.checkpoint.formats.module_tensors import ModuleTensors
 from engine.models.checkpoint.packed_weight import PART_DTYPES, PackedWeight
-from kernels.coded_weight import CodedMatrix, CodeFormat
+from kernels.coded_weight import CodedMatrix, CodeFormat, StoredLayout
 from kernels.dequant.coded_groups import coded_groups, format_of_groups
 from kernels.dequant.integers import (
     dequantise_groups,
@@ -29,6 +29,7 @@ from kernels.dequant.integers import (
     unpack_bits,
     unpack_floats,
 )
+from kernels.dequant.stored import BYTES, NIBBLES, SIGNED_BYTES
 
 __all__ = ["CompressedIntegers", "compressed_integers"]
 
@@ -105,11 +106,25 @@ class CompressedIntegers(PackedWeight):
         """Return rows of one matrix as codes."""
         codes, scales, form, offset = parts["codes"], parts["scale"], self.code_format, 1 << self.bits - 1
         assert form is not None
-        codes = unpack_bits(codes, self.bits, self.shape[-1]) if self.is_packed else codes.view(torch.uint8) ^ offset
+        codes, columns, layout = codes.view(torch.uint8), self.shape[-1], self._layout
+        if layout is None:
+            codes = unpack_bits(codes, self.bits, columns) if self.is_packed else codes ^ offset
         zeros = self._zero_points(parts, rows, offset)
         scales = scales.view(-1, 1) if scales.dim() < 2 else scales
-        points = None if isinstance(zeros, int) else zeros
-        return coded_groups(form, codes, scales, zeros=points, input_order=self.input_order)
+        points, order = None if isinstance(zeros, int) else zeros, self.input_order
+        return coded_groups(form, codes, scales, zeros=points, input_order=order, layout=layout, num_inputs=columns)
+
+    @property
+    def keeps_stored_codes(self) -> bool:
+        """Whether the codes are the stored bytes."""
+        return self._layout is not None
+
+    @property
+    def _layout(self) -> StoredLayout | None:
+        """How the codes are stored; None if they have to be unpacked."""
+        if self.groups is not None:
+            return None
+        return {4: NIBBLES, 8: BYTES}.get(self.bits) if self.is_packed else SIGNED_BYTES
 
     def _zero_points(self, parts: Mapping[str, torch.Tensor], rows: range, offset: int) -> torch.Tensor | int:
         """Return what is subtracted from the codes: without zero points the code ``offset`` means zero."""

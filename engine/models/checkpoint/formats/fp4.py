@@ -23,11 +23,10 @@ from engine.models.checkpoint.formats.fp4_by_inputs import Fp4ByInputsWeight
 from engine.models.checkpoint.formats.module_tensors import ModuleTensors
 from engine.models.checkpoint.packed_weight import PackedWeight
 from engine.models.checkpoint.transposed_weight import transposed_packed
-from kernels.coded_weight import CodedMatrix, CodeFormat
+from kernels.coded_weight import CodedMatrix, CodeFormat, StoredLayout, StoredScales
 from kernels.dequant.coded_groups import coded_groups, format_of_groups
 from kernels.dequant.fp4 import E2M1, dequantise_fp4, write_fp4_transposed
 from kernels.dequant.fp8 import e4m3_numbers
-from kernels.dequant.integers import unpack_bits
 from kernels.dequant.scales import e8m0_numbers
 
 __all__ = ["Mxfp4Weight", "Nvfp4Weight", "fp4_weights"]
@@ -62,10 +61,14 @@ class Nvfp4Weight(PackedWeight):
         """Return rows of the matrix as codes; levels are twice the codes' numbers."""
         form, factors = self.code_format, parts.get("global scale", torch.ones(1)).float().flatten()
         assert form is not None
-        scales = e4m3_numbers()[parts["scale"].view(torch.uint8).int()] / 2
         whole = (1 / factors if self.divides else factors).repeat_interleave(self.shape[-2] // len(factors))
         output_scales = whole[rows.start : rows.stop]
-        return coded_groups(form, unpack_bits(parts["weight"], 4, self.shape[-1]), scales, output_scales=output_scales)
+        return _coded(form, parts, self.shape[-1], "e4m3 halves", output_scales)
+
+    @property
+    def keeps_stored_codes(self) -> bool:
+        """Whether the codes are the stored bytes."""
+        return True
 
     def dequantise(
         self, parts: Mapping[str, torch.Tensor], rows: range, out: torch.Tensor | None = None
@@ -95,10 +98,14 @@ class Mxfp4Weight(PackedWeight):
 
     def coded(self, parts: Mapping[str, torch.Tensor], rows: range) -> CodedMatrix:
         """Return rows of the matrix as codes; levels are twice the codes' numbers."""
-        form, octets = self.code_format, parts["weight"].flatten(1)
+        form = self.code_format
         assert form is not None
-        scales = e8m0_numbers()[parts["scale"].view(torch.uint8).int()] / 2
-        return coded_groups(form, unpack_bits(octets, 4, self.shape[-1]), scales)
+        return _coded(form, parts, self.shape[-1], "e8m0 halves", None)
+
+    @property
+    def keeps_stored_codes(self) -> bool:
+        """Whether the codes are the stored bytes."""
+        return True
 
     def are_bounded(self, parts: Mapping[str, torch.Tensor]) -> bool:
         """Whether the parts show that all numbers are finite."""
@@ -114,6 +121,19 @@ class Mxfp4Weight(PackedWeight):
     def write_transposed(self, parts: Mapping[str, torch.Tensor], out: torch.Tensor) -> bool:
         """Write a whole matrix to ``out``, [columns, rows], in one pass, if C can do that."""
         return write_fp4_transposed(out, parts["weight"].flatten(1), parts["scale"], e8m0_numbers())
+
+
+def _coded(
+    form: CodeFormat,
+    parts: Mapping[str, torch.Tensor],
+    columns: int,
+    scales: StoredScales,
+    output_scales: torch.Tensor | None,
+) -> CodedMatrix:
+    """Return rows as they are stored; the levels of a format are twice the codes' numbers."""
+    octets, own = parts["weight"].flatten(1), parts["scale"].view(torch.uint8)
+    layout = StoredLayout("nibbles", scales)
+    return coded_groups(form, octets, own, output_scales=output_scales, layout=layout, num_inputs=columns)
 
 
 def fp4_weights(module: ModuleTensors) -> Iterator[PackedWeight]:

@@ -23,10 +23,11 @@ from engine.models.checkpoint.formats.groups import why_not_coded
 from engine.models.checkpoint.formats.module_tensors import ModuleTensors
 from engine.models.checkpoint.packed_weight import PART_DTYPES, PackedWeight
 from engine.models.config.files.quantization import Quantization
-from kernels.coded_weight import CodedMatrix, CodeFormat, Floats
+from kernels.coded_weight import SMALLEST_NOT_FINITE, CodedMatrix, CodeFormat, Floats, StoredLayout
+from kernels.cpu.stored_codes import largest_octet
 from kernels.dequant.coded_groups import coded_groups, format_of_groups
 from kernels.dequant.fp8 import dequantise_fp8
-from kernels.dequant.scales import e8m0_to_float, row_scales
+from kernels.dequant.scales import row_scales
 
 __all__ = ["Fp8Weight", "fp8_weights"]
 
@@ -54,8 +55,7 @@ class Fp8Weight(PackedWeight):
     def code_format(self) -> CodeFormat | None:
         """How its codes are kept as they are."""
         dtype, floats = self.parts["scale"].dtype, _FLOATS[self.parts["weight"].dtype]
-        # bfloat16 has all powers of two.
-        scales = torch.bfloat16 if dtype in _EXPONENTS else PART_DTYPES[dtype]
+        scales = torch.bfloat16 if self._has_exponents else PART_DTYPES[dtype]  # bfloat16 has all powers of two
         return format_of_groups(8, self.block[1], self.shape[-1], scales, floats=floats)
 
     @property
@@ -67,9 +67,23 @@ class Fp8Weight(PackedWeight):
         """Return rows of the matrix as codes."""
         form, scales = self.code_format, _grid(parts)
         assert form is not None
-        scales = e8m0_to_float(scales) if self.parts["scale"].dtype in _EXPONENTS else scales
-        codes = parts["weight"].view(torch.uint8)
-        return coded_groups(form, codes, row_scales(scales, self.block[0], rows.start, len(rows)))
+        scales = scales.view(torch.uint8) if self._has_exponents else scales
+        codes, scales = parts["weight"].view(torch.uint8), row_scales(scales, self.block[0], rows.start, len(rows))
+        layout = StoredLayout("bytes", "e8m0" if self._has_exponents else None)
+        return coded_groups(form, codes, scales, layout=layout, num_inputs=self.shape[-1])
+
+    @property
+    def keeps_stored_codes(self) -> bool:
+        """Whether the codes are the stored bytes."""
+        return True
+
+    def are_codes_finite(self, octets: torch.Tensor) -> bool:
+        """Whether no code is a NaN or infinite."""
+        return largest_octet(octets, 0x7F) < SMALLEST_NOT_FINITE[_FLOATS[self.parts["weight"].dtype]]
+
+    @property
+    def _has_exponents(self) -> bool:
+        return self.parts["scale"].dtype in _EXPONENTS
 
 
 def _grid(parts: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -19,8 +19,9 @@ from engine.models.gguf.file import GgufFile
 from engine.models.gguf.header import GgufTensor
 from engine.models.gguf.names import gguf_weights
 from engine.models.gguf.weight import GgufWeight
-from kernels.coded_weight import CodedMatrix, CodeFormat
-from kernels.dequant.gguf import FORMATS, coded_gguf, dequantise_gguf
+from kernels.coded_weight import CodedMatrix, CodeFormat, StoredLayout
+from kernels.cpu.stored_codes import is_gguf_finite
+from kernels.dequant.gguf import FORMATS, dequantise_gguf
 from kernels.dequant.gguf_types import GgufType
 
 __all__ = ["gguf_entries"]
@@ -73,12 +74,28 @@ class GgufPacked(PackedWeight):
 
     def coded(self, parts: Mapping[str, torch.Tensor], rows: range) -> CodedMatrix:
         """Return rows of the matrix as codes."""
-        matrix = coded_gguf(parts[_FIRST], self.types[_FIRST])
+        kind, form = self.types[_FIRST], self.code_format
+        assert form is not None
+        rows_of_blocks = parts[_FIRST]
+        none = torch.empty(len(rows_of_blocks), 0, dtype=form.outer_dtype)  # they are in the blocks
+        layout = StoredLayout(kind.name)
+        matrix = CodedMatrix(
+            format=form, codes=rows_of_blocks, outer_scales=none, layout=layout, stored_inputs=self.shape[-1]
+        )
         if self.weight.heads:
             half = self.row_multiple // 2
             order = torch.arange(len(rows)).view(-1, half, 2).transpose(1, 2).flatten()
             matrix = matrix.rows(order)
         return matrix if self.weight.row_order is None else matrix.rows(list(self.weight.row_order))
+
+    @property
+    def keeps_stored_codes(self) -> bool:
+        """Whether the codes are the stored bytes."""
+        return True
+
+    def are_codes_finite(self, octets: torch.Tensor) -> bool:
+        """Whether the scales in blocks are finite."""
+        return is_gguf_finite(octets, self.types[_FIRST])
 
     def _joined(self, parts: Mapping[str, torch.Tensor], rows: range) -> Iterator[torch.Tensor]:
         """Yield those of ``rows`` that are in each part, of two that are joined."""

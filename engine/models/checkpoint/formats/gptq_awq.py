@@ -25,7 +25,7 @@ from engine.models.config.files.quantization import Quantization
 from kernels.coded_weight import CodedMatrix, CodeFormat
 from kernels.dequant.coded_groups import coded_groups, format_of_groups
 from kernels.dequant.integers import (
-    awq_codes,
+    awq_nibbles,
     dequantise_awq,
     dequantise_gptq,
     dequantise_ordered,
@@ -34,6 +34,7 @@ from kernels.dequant.integers import (
     unpack_bits,
     unpack_floats,
 )
+from kernels.dequant.stored import BYTES, NIBBLES
 from kernels.dequant.transposed import write_transposed
 
 __all__ = ["AwqWeight", "GptqWeight", "gptq_awq_weights"]
@@ -91,9 +92,16 @@ class GptqWeight(PackedWeight):
         """Return rows of the matrix as codes."""
         own, form = slice(rows.start, rows.stop), self.code_format
         assert form is not None
-        codes = unpack_bits(turn_words_to_rows(parts["qweight"], own), self.bits, self.shape[-1])
+        words, columns, order = turn_words_to_rows(parts["qweight"], own), self.shape[-1], self.input_order
+        layout = {4: NIBBLES, 8: BYTES}.get(self.bits) if order is None else None
+        codes = words.view(torch.uint8) if layout is not None else unpack_bits(words, self.bits, columns)
         scales, zeros = parts["scales"][own], parts["zeros"][own]
-        return coded_groups(form, codes, scales, zeros=zeros, input_order=self.input_order)
+        return coded_groups(form, codes, scales, zeros=zeros, input_order=order, layout=layout, num_inputs=columns)
+
+    @property
+    def keeps_stored_codes(self) -> bool:
+        """Whether the codes are the stored ones, transposed."""
+        return self.bits in (4, 8) and self.groups is None
 
     def are_bounded(self, parts: Mapping[str, torch.Tensor]) -> bool:
         """Whether the parts show that all numbers are finite."""
@@ -136,8 +144,14 @@ class AwqWeight(PackedWeight):
         own, form = slice(rows.start, rows.stop), self.code_format
         assert form is not None
         words = slice(rows.start // 8, -(-rows.stop // 8))
-        codes = awq_codes(parts["qweight"], words)
-        return coded_groups(form, codes, parts["scales"][own], zeros=parts["zeros"][own])
+        codes = awq_nibbles(parts["qweight"], words)
+        scales, zeros, columns = parts["scales"][own], parts["zeros"][own], self.shape[-1]
+        return coded_groups(form, codes, scales, zeros=zeros, layout=NIBBLES, num_inputs=columns)
+
+    @property
+    def keeps_stored_codes(self) -> bool:
+        """Whether the codes are the stored ones, transposed."""
+        return True
 
     def prepared(self, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the parts with scales and zero points for rows, float32 [rows, groups]."""

@@ -25,11 +25,13 @@ from engine.models.checkpoint.packed_weight import PART_DTYPES, PackedWeight
 from kernels.coded_weight import CodedMatrix, CodeFormat
 from kernels.dequant.coded_groups import coded_groups, format_of_groups
 from kernels.dequant.integers import dequantise_affine_packed, unpack_bits
+from kernels.dequant.stored import BYTES, NIBBLES
 
 __all__ = ["MlxWeight", "mlx_weights"]
 
 _FLOATS = ("F32", "BF16", "F16")
 _BITS = (2, 3, 4, 5, 6, 8)
+_LAYOUTS = {4: NIBBLES, 8: BYTES}  # of the others codes may begin in one byte and end in the next
 # By mode: codes of a word, inputs with one scale, and the dtypes of codes and scales.
 _FLOAT_MODES = {
     "mxfp4": (8, 32, "U8", "U8"),
@@ -63,9 +65,16 @@ class MlxWeight(PackedWeight):
 
     def coded(self, parts: Mapping[str, torch.Tensor], rows: range) -> CodedMatrix:
         """Return rows of the matrix as codes."""
-        form, codes = self.code_format, unpack_bits(parts["weight"], self.bits, self.shape[-1])
+        form, words, columns, layout = self.code_format, parts["weight"], self.shape[-1], _LAYOUTS.get(self.bits)
         assert form is not None
-        return coded_groups(form, codes, parts["scales"], minima=-parts["biases"])
+        codes = unpack_bits(words, self.bits, columns) if layout is None else words.view(torch.uint8)
+        minima = -parts["biases"]
+        return coded_groups(form, codes, parts["scales"], minima=minima, layout=layout, num_inputs=columns)
+
+    @property
+    def keeps_stored_codes(self) -> bool:
+        """Whether the codes are the stored bytes."""
+        return self.bits in _LAYOUTS
 
     def dequantise(
         self, parts: Mapping[str, torch.Tensor], rows: range, out: torch.Tensor | None = None

@@ -23,6 +23,10 @@ pagoda_panel_layout pagoda_layout_of_panel(const pagoda_code_format *format, int
     return layout;
 }
 
+int64_t pagoda_panel_bytes(const pagoda_code_format *format, int64_t in_features) {
+    return pagoda_layout_of_panel(format, in_features).panel_bytes;
+}
+
 int64_t pagoda_decoded_block_bytes(const pagoda_code_format *format) {
     return (BLOCK_WORDS + 2 * (BLOCK_INPUTS / format->granule)) * VECTOR_BYTES;
 }

@@ -73,6 +73,9 @@ typedef struct {
 /* The layout of a panel with so many inputs. */
 pagoda_panel_layout pagoda_layout_of_panel(const pagoda_code_format *format, int64_t in_features);
 
+/* Bytes of a panel with so many inputs. */
+int64_t pagoda_panel_bytes(const pagoda_code_format *format, int64_t in_features);
+
 /* Bytes of a decoded block. */
 int64_t pagoda_decoded_block_bytes(const pagoda_code_format *format);
 
@@ -118,10 +121,5 @@ void pagoda_multiply_float_row(float *sums, const uint32_t *row, const uint8_t *
 /* Decodes one output of a panel to float32 [in_features], times `multiplier`. */
 void pagoda_decode_output(float *output, const uint8_t *panel, int64_t lane, const pagoda_code_format *format,
                           int64_t in_features, float multiplier);
-
-/* Packs rows of codes, a byte each, [num_rows, in_features], as outputs first_output and following; output i goes to panel
- * (i / 16) * panel_step + panel_offset. `panels` begins at a weight's words or at a part of them. */
-void pagoda_pack_codes(uint8_t *panels, const pagoda_code_format *format, const uint8_t *codes, int64_t num_rows,
-                       int64_t in_features, int64_t first_output, int64_t panel_step, int64_t panel_offset);
 
 #endif

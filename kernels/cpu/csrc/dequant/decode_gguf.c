@@ -3,6 +3,7 @@
 #include "dequant/decode_gguf.h"
 
 #include "dequant/code_tables.h"
+#include "dequant/gguf_codes.h"
 #include "dequant/store_rounded.h"
 
 enum { BLOCK = 256 }; /* most elements of a block */
@@ -35,40 +36,6 @@ INLINE float half_at(const uint8_t *from) {
 #endif
 }
 
-/* 16 bytes. GCC writes loops over bytes as it sees fit, and these as one instruction. */
-typedef uint8_t u8x16 __attribute__((vector_size(16)));
-
-INLINE u8x16 octets_at(const void *from) {
-    u8x16 octets;
-    memcpy(&octets, from, sizeof octets);
-    return octets;
-}
-INLINE void put_octets(int8_t *to, u8x16 octets) { memcpy(to, &octets, sizeof octets); }
-
-/* The low nibbles of `count` bytes, then the high ones. */
-INLINE void nibbles(int8_t *to, const uint8_t *from, int count, int offset) {
-    for (int i = 0; i < count; i += 16) {
-        u8x16 octets = octets_at(from + i);
-        put_octets(to + i, (octets & 15) - (uint8_t)offset);
-        put_octets(to + count + i, (octets >> 4) - (uint8_t)offset);
-    }
-}
-
-/* The lowest two bits of 32 bytes, then the next ones, and so on. */
-INLINE void quarters(int8_t *to, const uint8_t *from) {
-    for (int part = 0; part < 4; part++)
-        for (int i = 0; i < 32; i += 16) put_octets(to + 32 * part + i, octets_at(from + i) >> 2 * part & 3);
-}
-
-/* Adds bit i of 32 bytes to the codes 32 i to 32 i + 31, as bit `to_bit`, and subtracts `offset`. */
-INLINE void add_bits(int8_t *codes, const uint8_t *from, int to_bit, int offset) {
-    for (int part = 0; part < 8; part++)
-        for (int i = 0; i < 32; i += 16) {
-            int8_t *own = codes + 32 * part + i;
-            put_octets(own, (octets_at(own) | (octets_at(from + i) >> part & 1) << to_bit) - (uint8_t)offset);
-        }
-}
-
 /* Levels for codes of four bits; `count` is a multiple of 16. */
 INLINE void look_up(int8_t *codes, int count, const int8_t *levels) {
 #if defined(__SSSE3__) && defined(__FMA__)
@@ -77,17 +44,6 @@ INLINE void look_up(int8_t *codes, int count, const int8_t *levels) {
 #else
     for (int i = 0; i < count; i++) codes[i] = levels[codes[i]];
 #endif
-}
-
-/* Adds the bits of four bytes, one to each of 32 codes, as their fifth, and subtracts `offset`. */
-INLINE void add_fifth(int8_t *codes, const uint8_t *from, int offset) {
-    typedef uint64_t u64x2 __attribute__((vector_size(16)));
-    const u8x16 bits = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
-    for (int i = 0; i < 2; i++) {
-        u8x16 spread = (u8x16)((u64x2){from[2 * i], from[2 * i + 1]} * 0x0101010101010101u);
-        u8x16 fifth = (u8x16)((spread & bits) == bits) & 16;
-        put_octets(codes + 16 * i, (octets_at(codes + 16 * i) | fifth) - (uint8_t)offset);
-    }
 }
 
 /* 16 codes as floats. */
@@ -139,7 +95,7 @@ static void iq4_nl(unpacked *to, const uint8_t *block) {
 static void mxfp4(unpacked *to, const uint8_t *block) {
     nibbles(to->codes, block + 1, 16, 0);
     look_up(to->codes, 32, E2M1_DOUBLED);
-    uint32_t exponent = block[0], bits = exponent < 2 ? (exponent + 1) << 21 : (exponent - 1) << 23;
+    const uint32_t bits = bits_of_mxfp4_scale(block[0]);
     memcpy(to->scales, &bits, sizeof bits);
 }
 
@@ -158,21 +114,17 @@ static void q3_k(unpacked *to, const uint8_t *block) {
     float scale = half_at(block + 108);
     for (int part = 0; part < 2; part++) quarters(to->codes + 128 * part, block + 32 + 32 * part);
     add_bits(to->codes, block, 2, 4);
-    for (int i = 0; i < 16; i++) {
-        int low = block[96 + i % 8] >> (i < 8 ? 0 : 4) & 15, high = block[104 + i % 4] >> 2 * (i / 4) & 3;
-        to->scales[i] = scale * (float)((low | high << 4) - 32);
-    }
+    for (int i = 0; i < 16; i++) to->scales[i] = scale * (float)scale_of_q3_k(block, i);
 }
 
 /* The scales and minima of Q4_K's and Q5_K's 8 groups, six bits each. */
 INLINE void scales_and_minima(unpacked *to, const uint8_t *block) {
-    const uint8_t *first = block + 4, *second = block + 8, *third = block + 12;
-    float scale = half_at(block), of_minima = half_at(block + 2);
-    for (int i = 0; i < 4; i++) {
-        to->scales[i] = scale * (float)(first[i] & 63);
-        to->biases[i] = -(of_minima * (float)(second[i] & 63));
-        to->scales[4 + i] = scale * (float)((third[i] & 15) | (first[i] >> 2 & 48));
-        to->biases[4 + i] = -(of_minima * (float)((third[i] >> 4) | (second[i] >> 2 & 48)));
+    const float scale = half_at(block), of_minima = half_at(block + 2);
+    uint8_t scales[8], minima[8];
+    six_bit_factors(scales, minima, block);
+    for (int i = 0; i < 8; i++) {
+        to->scales[i] = scale * (float)scales[i];
+        to->biases[i] = -(of_minima * (float)minima[i]);
     }
 }
 
@@ -189,12 +141,7 @@ static void q5_k(unpacked *to, const uint8_t *block) {
 
 static void q6_k(unpacked *to, const uint8_t *block) {
     float scale = half_at(block + 208);
-    for (int part = 0; part < 2; part++) {
-        int8_t high[128], *codes = to->codes + 128 * part;
-        nibbles(codes, block + 64 * part, 64, 0);
-        quarters(high, block + 128 + 32 * part);
-        for (int i = 0; i < 128; i += 16) put_octets(codes + i, (octets_at(codes + i) | octets_at(high + i) << 4) - 32);
-    }
+    codes_of_q6_k(to->codes, block, 32);
     for (int i = 0; i < 16; i++) to->scales[i] = scale * (float)(int8_t)block[192 + i];
 }
 
@@ -202,8 +149,7 @@ static void iq4_xs(unpacked *to, const uint8_t *block) {
     float scale = half_at(block);
     for (int i = 0; i < 8; i++) {
         nibbles(to->codes + 32 * i, block + 8 + 16 * i, 16, 0);
-        int low = block[4 + i / 2] >> 4 * (i % 2) & 15, high = block[2 + i / 4] >> 2 * (i % 4) & 3;
-        to->scales[i] = scale * (float)((low | high << 4) - 32);
+        to->scales[i] = scale * (float)scale_of_iq4_xs(block, i);
     }
     look_up(to->codes, BLOCK, IQ4);
 }

@@ -22,6 +22,7 @@ from engine.sampling_params import SamplingParams
 from kernels.coded_weight import CodedMatrix
 from kernels.cpu.coded_linear import CodedLinear
 from kernels.cpu.library import library
+from kernels.dequant.stored import unpacked
 from tests.engine.models.checkpoint.formats import test_bitsandbytes as of_bitsandbytes
 from tests.engine.models.checkpoint.formats import test_compressed_integers as of_integers
 from tests.engine.models.checkpoint.formats import test_fp4 as of_fp4
@@ -330,5 +331,5 @@ def test_a_planted_error_is_seen(
     name: str, change: str, model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = checkpoint_module.read_coded
-    monkeypatch.setattr(checkpoint_module, "read_coded", lambda *arguments: CHANGES[change](read(*arguments)))
+    monkeypatch.setattr(checkpoint_module, "read_coded", lambda *arguments: CHANGES[change](unpacked(read(*arguments))))
     assert largest_difference(model(name)) > 2 * CLOSE

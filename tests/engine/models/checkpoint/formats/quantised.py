@@ -21,9 +21,11 @@ from engine.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from engine.models.checkpoint.sharding import Shard
 from engine.sampling_params import SamplingParams
 from kernels.coded_weight import decode
+from kernels.dequant.stored import unpacked
 from tests.engine.checkpoints import build_model, save_checkpoint
 from tests.engine.models.adapter.greedy_answers import oracle
 from tests.engine.oracle import answers, make_llm, random_tokens, run
+from tests.kernels.coded_matrices import packed_words
 
 __all__ = [
     "FILE",
@@ -166,7 +168,8 @@ def check_codes(checkpoint: Checkpoint, name: str, values: torch.Tensor, error: 
             for part in (values, error)
         )
         assert matrix.format == form
-        assert ((decode(matrix) - expected).abs() <= allowed).all(), (name, shard)
+        assert ((decode(unpacked(matrix)) - expected).abs() <= allowed).all(), (name, shard)
+        assert torch.equal(packed_words(matrix), packed_words(unpacked(matrix))), (name, shard)
 
 
 def check_tokens(quantised: Quantised, **options: Any) -> None:

@@ -15,6 +15,7 @@ from engine.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from engine.models.checkpoint.sharding import Shard
 from kernels.coded_weight import decode
 from kernels.dequant.bitsandbytes import ByteLevels, byte_levels
+from kernels.dequant.stored import unpacked
 from tests.engine.models.checkpoint.formats.quantised import (
     FILE,
     Encoded,
@@ -164,7 +165,7 @@ def test_experts_of_a_stack_are_codes_of_their_own(kind: str, tmp_path: Path) ->
             rows = Shard(0, 24, 8, 20, num_stacked=5, index=index)
             assert torch.equal(checkpoint.read("layer.weight", rows), encoded.values[index, 8:20])
             assert checkpoint.code_format("layer.weight", rows) is not None
-            difference = decode(checkpoint.read_coded("layer.weight", rows)) - encoded.values[index, 8:20]
+            difference = decode(unpacked(checkpoint.read_coded("layer.weight", rows))) - encoded.values[index, 8:20]
             assert (difference.abs() <= error[index, 8:20]).all()
 
 
