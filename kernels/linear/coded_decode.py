@@ -17,7 +17,7 @@ import triton.language as tl
 from kernels.linear.coded_sections import CodedSection
 from kernels.linear.coded_tiles import coded_constants, decoded_part
 
-__all__ = ["OUTPUTS_MULTIPLE", "decode_outputs", "scratch_of"]
+__all__ = ["OUTPUTS_MULTIPLE", "decode_outputs", "decode_rows", "scratch_of"]
 
 OUTPUTS_MULTIPLE = 128  # of the outputs that are decoded at once, if not all: cuBLAS has such tiles
 _SCRATCH_BYTES = 128 * 2**20  # of decoded weights; a larger weight is multiplied in parts
@@ -25,7 +25,7 @@ _CODES = 4096  # bytes that a program decodes
 _LEAST_OUTPUTS = 16
 
 
-@triton.jit(do_not_specialize=["first_output", "num_decoded"])
+@triton.jit(do_not_specialize=["first_output", "num_decoded"], do_not_specialize_on_alignment=["indices"])
 def decode_kernel(
     weight,  # [num_decoded, num_inputs], contiguous
     codes,  # of CodedSection, as all that follow
@@ -35,7 +35,8 @@ def decode_kernel(
     inner_scales,
     inner_minima,
     output_scales,
-    first_output,  # that is decoded
+    indices,  # int64 [num_decoded], of the outputs that are decoded; None: they are neighbours
+    first_output,  # of these
     num_decoded,
     num_outputs,
     num_inputs,
@@ -53,8 +54,10 @@ def decode_kernel(
     """One program decodes a block of some outputs. Its neighbours write the next inputs of the same outputs."""
     block = tl.program_id(0)
     row = tl.program_id(1) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
-    column = first_output + row
     is_decoded = row < num_decoded
+    column = first_output + row
+    if indices is not None:
+        column = tl.load(indices + row, mask=is_decoded, other=0).to(tl.int32)
     inputs = tl.arange(0, WIDTH)
     code_tile = codes + (block.to(tl.int64) * num_outputs + column[:, None]) * WIDTH + inputs[None, :]
     octets = tl.load(code_tile, mask=is_decoded[:, None], other=0)
@@ -90,9 +93,30 @@ def decode_kernel(
 
 def decode_outputs(weight: torch.Tensor, section: CodedSection, first_output: int) -> None:
     """Set ``weight`` [num_decoded, in_features], contiguous, to the weights of outputs from ``first_output`` on."""
+    _decode(weight, section, None, first_output, max(_CODES // section.layout.width, _LEAST_OUTPUTS))
+
+
+def decode_rows(section: CodedSection, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the weights of some outputs, as an embedding looks up rows: [len(ids), in_features] of ``dtype``.
+
+    The reference is ``decode(matrix)[ids]``.
+
+    Args:
+        section: all outputs.
+        ids: int64 [any], outputs that there are, each as often as it is wanted; contiguous.
+        dtype: of the result.
+    """
+    rows = torch.empty(len(ids), section.layout.in_features, dtype=dtype, device=ids.device)
+    if len(ids):
+        _decode(rows, section, ids, 0, _LEAST_OUTPUTS)
+    return rows
+
+
+def _decode(
+    weight: torch.Tensor, section: CodedSection, indices: torch.Tensor | None, first_output: int, block_outputs: int
+) -> None:
     assert weight.is_contiguous()
     layout, num_decoded = section.layout, len(weight)
-    block_outputs = max(_CODES // layout.width, _LEAST_OUTPUTS)
     decode_kernel[layout.num_blocks, triton.cdiv(num_decoded, block_outputs)](
         weight,
         section.codes,
@@ -102,13 +126,14 @@ def decode_outputs(weight: torch.Tensor, section: CodedSection, first_output: in
         section.inner_scales,
         section.inner_minima,
         section.output_scales,
+        indices,
         first_output,
         num_decoded,
         section.out_features,
         layout.in_features,
         **coded_constants(layout, weight.dtype),
         BLOCK_OUTPUTS=block_outputs,
-        num_warps=8,
+        num_warps=8 if indices is None else 4,
         maxnreg=255,  # else ptxas may spill registers, so as to run more programs at a time
         enable_fp_fusion=True,
     )

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import nn
 
 from kernels.coded_weight import CodedWeight
-from kernels.linear.coded_decode import OUTPUTS_MULTIPLE, decode_outputs
+from kernels.linear.coded_decode import OUTPUTS_MULTIPLE, decode_outputs, decode_rows
 from kernels.linear.coded_sections import CodedSection
 from kernels.linear.coded_tiles import add_block, coded_constants
 
@@ -250,6 +250,18 @@ class CodedTritonLinear(nn.Module):
                 torch.mm(rows, weight.t(), out=output[:, first:stop])
             else:
                 torch.addmm(self.bias[first:stop], rows, weight.t(), out=output[:, first:stop])
+
+    def look_up(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return rows of the weight, as an embedding does: [len(ids), in_features] of ``dtype``.
+
+        Args:
+            ids: int64 [any], from 0 to ``out_features`` - 1.
+            dtype: of the result.
+        """
+        (section,) = self.sections
+        assert isinstance(section, CodedSection)
+        assert self.input_order is None
+        return decode_rows(section, ids.contiguous(), dtype)
 
     def compile_kernels(self, dtype: torch.dtype) -> None:
         """Launch what any number of rows of ``dtype`` launches."""

@@ -121,9 +121,13 @@ def decode(call: Any, grid: tuple[int, ...]) -> Compute:
     num_blocks = -(-num_inputs // (call.WIDTH * call.PER_BYTE))
     _require_codes(call, num_blocks)
     require(call.num_outputs == call.codes.shape[-2], "not the number of outputs")
-    require(0 <= call.first_output <= call.num_outputs - num_decoded, f"there is no output {call.first_output}")
     wanted = (num_blocks, -(-num_decoded // call.BLOCK_OUTPUTS))
     require(tuple(grid) == wanted, f"the grid {grid} is not one program for each of {wanted} blocks")
+    if call.indices is not None:
+        require_tensor("indices", call.indices, torch.int64, num_decoded)
+        require(call.indices.is_contiguous(), "indices is not contiguous")
+        return lambda: plain(call.weight).copy_(_decoded(call)[plain(call.indices)])
+    require(0 <= call.first_output <= call.num_outputs - num_decoded, f"there is no output {call.first_output}")
     own = slice(call.first_output, call.first_output + num_decoded)
     return lambda: plain(call.weight).copy_(_decoded(call)[own])
 

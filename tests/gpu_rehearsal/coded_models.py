@@ -30,6 +30,7 @@ SAVE: dict[str, Callable[[Path], Path]] = {
     "mlx-moe": lambda path: of_mlx.save(4, path, "qwen3_moe", moe_intermediate_size=64, **SIZES).path,
     "mxfp4-moe": lambda path: of_fp4.save("mxfp4", path, family="qwen3_moe", moe_intermediate_size=64, **SIZES).path,
     "gptq-head": lambda path: save_with_head(path),
+    "mlx-tied": lambda path: of_mlx.save(4, path, tie_word_embeddings=True, **SIZES).path,  # the embedding is quantised
 }
 
 

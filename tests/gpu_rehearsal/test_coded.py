@@ -92,6 +92,28 @@ def test_which_layers_stay_codes(models: Models, gpu: Rehearsal, caplog: pytest.
     gpu.machine.check()
 
 
+@pytest.mark.parametrize("case", ["mlx-tied"], indirect=True)
+def test_a_tied_head_and_its_embedding_are_computed_from_the_same_codes(
+    case: tuple[str, Any], gpu: Rehearsal, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    check_steps(gpu, *case, GRAPHS)
+    assert gpu.launches.counts["decode_kernel"]  # of the embedding's rows
+    assert "dequantised" not in caplog.text
+
+
+def test_a_tied_head_has_one_copy_of_the_codes(models: Models, gpu: Rehearsal) -> None:
+    llm = start(gpu, models.path("mlx-tied"))
+    model: Any = llm.engine.runner.workers.local.shard.model
+    assert model.embed_tokens.codes is model.lm_head
+    assert len(coded_layers(llm)) == 2 * 4 + 1
+    untied = start(gpu, models.path("mlx"))
+    model = untied.engine.runner.workers.local.shard.model
+    assert model.embed_tokens.codes is not model.lm_head
+    assert not isinstance(model.lm_head, CodedTritonLinear)
+    gpu.machine.check()
+
+
 def test_no_number_of_rows_compiles_a_kernel(models: Models, gpu: Rehearsal) -> None:
     options = {"max_num_batched_tokens": 300, "max_num_seqs": 40}
     llm = start(gpu, models.path("gptq-head"), dtype="bfloat16", **options, **EAGER)

@@ -122,6 +122,8 @@ def run_coded(*, format: str, dtype: torch.dtype, shape: tuple[int, int], has_bi
         layer.bias = nn.Parameter(torch.zeros(shape[0], dtype=dtype), requires_grad=False)
     layer.scratch = scratch_of([shape], dtype, CPU)
     layer.compile_kernels(dtype)
+    if not has_bias and layer.input_order is None:
+        layer.look_up(torch.zeros(1, dtype=torch.int64), dtype)
 
 
 def run_coded_experts(*, format: str, dtype: torch.dtype, shape: tuple[int, int], option: str) -> None:

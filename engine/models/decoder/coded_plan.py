@@ -90,7 +90,7 @@ def plan_codes(
     config: ModelConfig,
     parallel: TensorParallel,
     *,
-    is_head_embedding: bool,
+    is_embedding_coded: bool,
     is_packed: bool = True,
     has_floats: bool = True,
 ) -> CodedPlan:
@@ -101,7 +101,7 @@ def plan_codes(
         checkpoint: whose weights they are.
         config: of the whole model.
         parallel: the rank whose share is read.
-        is_head_embedding: the embedding is read from the head's packed weights.
+        is_embedding_coded: the embedding's rows are looked up in codes: of the head's packed weights, or on a GPU.
         is_packed: the C kernels compute them: formats change between panels only, and gate and up are interleaved. In
             experts these have one format on GPUs, too.
         has_floats: the kernels compute codes that are floats: the C kernels in bfloat16 only.
@@ -111,7 +111,7 @@ def plan_codes(
     for name, shape in unstack({name: list(shape) for name, shape in shapes.items() if _is_linear(name)}):
         if name == HEAD and config.tie_word_embeddings:
             continue  # it is the embedding
-        if name == EMBEDDING and not is_head_embedding:
+        if name == EMBEDDING and not is_embedding_coded:
             continue
         parts = stored_parts(name, checkpoint, config, parallel.rank, parallel.size)
         key, sections = _without_number(name), _sections_or_reason(shape, parts, checkpoint)
@@ -195,6 +195,8 @@ def _why_not_computed(name: str, sections: Sequence[Section], *, is_packed: bool
         return "FP8 is computed from its codes with dtype bfloat16"
     if any(form.has_input_order for form in formats) and (".experts." in name or "latent_proj" in name):
         return "experts read their inputs in order"
+    if name == EMBEDDING and any(form.has_input_order for form in formats) and not is_packed:
+        return "embeddings have their inputs in order"
     if "gate_up_proj" in name and len(sections) > 1 and (is_packed or ".experts." in name):
         return "gates and ups are in different formats"
     if not is_packed:

@@ -20,7 +20,7 @@ from engine.models.decoder.feed_forward import feed_forward
 from engine.models.decoder.forward_context import ForwardContext
 from engine.models.decoder.latent_attention import LatentAttention
 from engine.models.decoder.norms import RMSNorm, norm_if
-from engine.models.decoder.parallel_layers import VocabParallelEmbedding
+from engine.models.decoder.parallel_layers import CodedVocabEmbedding, VocabParallelEmbedding
 from engine.models.decoder.per_layer_inputs import PerLayerInput, PerLayerInputs
 from engine.models.decoder.query_growth import growth_factors
 from engine.models.decoder.recurrent.layer import RecurrentLayer, recurrent_layer
@@ -140,6 +140,7 @@ class Decoder(nn.Module):
         self.parallel, self.ops = parallel, ops
         own = config.shard(parallel.size)
         self.attention, self.layer_caches = own.attention, own.layer_caches
+        self.embed_tokens: VocabParallelEmbedding | CodedVocabEmbedding
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parallel)
         self.per_layer_inputs = PerLayerInputs(config, parallel, ops) if config.per_layer_width else None
         recurrent_ops = recurrent_ops or ReferenceOps()

@@ -83,12 +83,12 @@ def _not_invariant(reason: str) -> ConfigError:
 
 
 def coded_layer(
-    linear: nn.Linear, weight: CodedWeight, device: torch.device, *, batch_invariant: bool
+    plain: nn.Linear | nn.Embedding, weight: CodedWeight, device: torch.device, *, batch_invariant: bool
 ) -> CodedTritonLinear:
-    """Return what computes ``linear``, whose own weight may be on the meta device, from codes; it has no bias yet."""
+    """Return what computes ``plain``, whose own weight may be on the meta device, from codes; it has no bias yet."""
     from kernels.linear.coded_triton import CodedTritonLinear  # a CPU needs no Triton
 
-    return CodedTritonLinear(weight, len(linear.weight), device, batch_invariant=batch_invariant)
+    return CodedTritonLinear(weight, len(plain.weight), device, batch_invariant=batch_invariant)
 
 
 def prepare_coded(layers: Collection[CodedTritonLinear], dtype: torch.dtype, device: torch.device) -> None:

@@ -24,6 +24,7 @@ from engine.models.decoder.cpu_decoder import can_run as cpu_kernels_can_run
 from engine.models.decoder.decoder import Decoder
 from engine.models.decoder.experts import Experts, SparseMoeBlock
 from engine.models.decoder.linears import choose_linear_method, coded_layer, prepare_coded, replace_linears
+from engine.models.decoder.parallel_layers import CodedVocabEmbedding, VocabParallelEmbedding
 from engine.models.decoder.rope import rope_tables
 from engine.models.tensor_parallel import TensorParallel
 from kernels.coded_weight import CodedWeight, Weight
@@ -109,6 +110,7 @@ def load_decoder(
         coded: dict[nn.Module, CodedTritonLinear]
         plan, coded = NO_CODES, {}
         if isinstance(method, PackedLinears):
+            assert isinstance(skeleton.embed_tokens, VocabParallelEmbedding)
             is_head = head_is_embedding(config, parallel, method.kind)
             shapes = shapes_of(skeleton)
             make_plan = partial(plan_codes, shapes, checkpoint, config, parallel)
@@ -122,9 +124,9 @@ def load_decoder(
                 _take_kv_scales(model, checkpoint)
             if keeps_codes and device.type == "cuda":
                 plan = plan_codes(
-                    _coded_shapes(model), checkpoint, config, parallel, is_head_embedding=False, is_packed=False
+                    _coded_shapes(model), checkpoint, config, parallel, is_embedding_coded=True, is_packed=False
                 )
-            coded = _fill(model, partial(read, is_coded=plan.has), device, batch_invariant=batch_invariant)
+            coded = _fill(model, partial(read, is_coded=plan.has), dtype, device, batch_invariant=batch_invariant)
             replace_linears(model, method, coded)
             model.eval()
         if parallel.rank == 0:
@@ -135,6 +137,8 @@ def load_decoder(
     for block in model.modules() if isinstance(model, Decoder) else ():
         if isinstance(block, SparseMoeBlock):
             block.compile_kernels(dtype, device)
+        elif isinstance(block, CodedVocabEmbedding):
+            block.compile_kernels()
     return model
 
 
@@ -167,7 +171,7 @@ def plan_of(
     """
     if plan_stored is not None:
         has_floats = method.kind is WeightKind.BFLOAT16
-        return plan_stored(is_head_embedding=is_head_embedding, has_floats=has_floats)
+        return plan_stored(is_embedding_coded=is_head_embedding, has_floats=has_floats)
     if isinstance(method, PackedInt4Linears):
         return plan_quantization(shapes, method.bits, method.head_bits, is_head_embedding=is_head_embedding)
     return NO_CODES
@@ -179,10 +183,10 @@ def shapes_of(model: Decoder) -> dict[str, torch.Size]:
 
 
 def _coded_shapes(model: Decoder) -> dict[str, torch.Size]:
-    """Return the shapes of the weights that a GPU can compute from their codes: of linear layers and experts."""
+    """Return the shapes of the weights that a GPU can compute from their codes: layers, experts and the embedding."""
     shapes = {}
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear | VocabParallelEmbedding):
             shapes[f"{name}.weight"] = module.weight.shape
         elif isinstance(module, Experts):
             shapes |= {f"{name}.{own}": stack.shape for own, stack in module.named_parameters()}
@@ -190,7 +194,7 @@ def _coded_shapes(model: Decoder) -> dict[str, torch.Size]:
 
 
 def _fill(
-    model: Decoder, read: Callable[..., Weights], device: torch.device, *, batch_invariant: bool
+    model: Decoder, read: Callable[..., Weights], dtype: torch.dtype, device: torch.device, *, batch_invariant: bool
 ) -> dict[nn.Module, CodedTritonLinear]:
     """Put the weights into the modules of a decoder on the meta device.
 
@@ -198,6 +202,8 @@ def _fill(
         What computes the linear layers whose weights stay codes, by these; their own weights stay on the meta device.
     """
     coded: dict[nn.Module, CodedTritonLinear] = {}
+    embedding = model.embed_tokens
+    assert isinstance(embedding, VocabParallelEmbedding)
     for name, weight in read(shapes_of(model)):
         module, _, attribute = name.rpartition(".")
         parent, _, number = module.rpartition(".")
@@ -208,11 +214,16 @@ def _fill(
             else:
                 experts.set_weight(int(number), attribute, weight)
         elif isinstance(weight, CodedWeight):
-            linear = model.get_submodule(module)
-            assert isinstance(linear, nn.Linear)
-            coded[linear] = coded_layer(linear, weight, device, batch_invariant=batch_invariant)
+            layer = model.get_submodule(module)
+            assert isinstance(layer, nn.Linear | VocabParallelEmbedding)
+            if name == HEAD and model.config.tie_word_embeddings:
+                coded[layer] = coded[embedding]
+            else:
+                coded[layer] = coded_layer(layer, weight, device, batch_invariant=batch_invariant)
         else:
             setattr(model.get_submodule(module), attribute, nn.Parameter(weight, requires_grad=False))
+    if (codes := coded.pop(embedding, None)) is not None:
+        model.embed_tokens = CodedVocabEmbedding(embedding, codes, dtype)
     return coded
 
 

@@ -1,6 +1,9 @@
-"""RowParallelLinear and VocabParallelEmbedding: layers whose outputs tensor-parallel ranks sum."""
+"""RowParallelLinear and the embeddings of a part of the vocabulary: layers whose outputs tensor-parallel ranks sum."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -9,7 +12,10 @@ from torch.nn import functional as F
 from engine.models.checkpoint.sharding import vocab_range
 from engine.models.tensor_parallel import TensorParallel
 
-__all__ = ["RowParallelLinear", "VocabParallelEmbedding"]
+if TYPE_CHECKING:
+    from kernels.linear.coded_triton import CodedTritonLinear
+
+__all__ = ["CodedVocabEmbedding", "RowParallelLinear", "VocabParallelEmbedding"]
 
 
 class RowParallelLinear(nn.Linear):
@@ -35,9 +41,42 @@ class VocabParallelEmbedding(nn.Embedding):
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Map [num_tokens] to [num_tokens, hidden_size]."""
-        if self.parallel.size == 1:
-            return F.embedding(token_ids, self.weight)
-        own_ids = token_ids - self.first_id
-        foreign = (own_ids < 0) | (own_ids >= self.num_embeddings)
-        own = F.embedding(own_ids.masked_fill(foreign, 0), self.weight).masked_fill(foreign.unsqueeze(1), 0)
-        return self.parallel.all_reduce(own)
+        return _look_up(self, token_ids, lambda own_ids: F.embedding(own_ids, self.weight))
+
+
+class CodedVocabEmbedding(nn.Module):
+    """A VocabParallelEmbedding whose weight stays codes; a tied head computes with them, too.
+
+    Args:
+        plain: the embedding that it replaces.
+        codes: its weight.
+        dtype: of the rows that are looked up.
+    """
+
+    def __init__(self, plain: VocabParallelEmbedding, codes: CodedTritonLinear, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.first_id, self.num_embeddings, self.parallel = plain.first_id, plain.num_embeddings, plain.parallel
+        self.codes, self.dtype = codes, dtype
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Map [num_tokens] to [num_tokens, hidden_size]."""
+        return _look_up(self, token_ids, lambda own_ids: self.codes.look_up(own_ids, self.dtype))
+
+    def compile_kernels(self) -> None:
+        """Launch what any number of tokens launches."""
+        device = next(self.codes.parameters()).device
+        self.codes.look_up(torch.zeros(1, dtype=torch.int64, device=device), self.dtype)
+
+
+def _look_up(
+    embedding: VocabParallelEmbedding | CodedVocabEmbedding,
+    token_ids: torch.Tensor,
+    look_up: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Return rows of the whole vocabulary, [num_tokens, hidden_size], from ``look_up`` of the rank's own part."""
+    if embedding.parallel.size == 1:
+        return look_up(token_ids)
+    own_ids = token_ids - embedding.first_id
+    foreign = (own_ids < 0) | (own_ids >= embedding.num_embeddings)
+    own = look_up(own_ids.masked_fill(foreign, 0)).masked_fill(foreign.unsqueeze(1), 0)
+    return embedding.parallel.all_reduce(own)

@@ -57,6 +57,20 @@ def test_decodes_some_outputs(rows: slice, kernel_device: torch.device) -> None:
     assert error(decoded(matrix, torch.float32, kernel_device, rows), decode(matrix)[rows]) < 1e-6
 
 
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "desc_act"])
+def test_rows_of_an_embedding_are_looked_up(name: str, kernel_device: torch.device) -> None:
+    from kernels.linear.coded_decode import decode_rows
+
+    matrix = random_matrix(FORMATS[name], 90, 300)
+    section = CodedSection(matrix, 96, kernel_device)  # the last ids have no weights
+    for ids in ([], [89], [5, 5, 0, 88, *range(30, 50)]):
+        rows = decode_rows(section, torch.tensor(ids, dtype=torch.int64, device=kernel_device), torch.float32)
+        assert rows.shape == (len(ids), 300)
+        if ids:
+            assert error(rows.cpu(), decode(matrix)[ids]) < TOLERANCES[torch.float32]
+    assert not decode_rows(section, torch.tensor([95], device=kernel_device), torch.float32).any()
+
+
 @pytest.mark.parametrize("planted", [name for name, (form, _) in PLANTED.items() if form != "desc_act"])
 def test_a_planted_error_is_seen(planted: str, kernel_device: torch.device) -> None:
     name, change = PLANTED[planted]
