@@ -15,7 +15,7 @@ import torch
 from kernels.coded_weight import BLOCK_INPUTS, CodedMatrix, CodedWeight, CodeFormat, Section
 from kernels.cpu.bindings import CCodedPanels, CCodeFormat, CWeight, address
 from kernels.cpu.library import require
-from kernels.cpu.linear import LANES, PANELS_AT_ONCE, PackedLinear, WeightKind
+from kernels.cpu.linear import LANES, PANELS_AT_ONCE, PackedLinear, WeightKind, put_lanes
 from kernels.cpu.memory import huge_zeros
 from kernels.cpu.stored_codes import pack_stored
 
@@ -143,9 +143,7 @@ class CodedLinear(PackedLinear):
             pack_stored(octets[first_byte:], panels.c_format, matrix, self.in_features, **where)
             if matrix.output_scales is not None:
                 assert self._scales is not None
-                index = torch.arange(first_output, first_output + len(matrix.output_scales))
-                lanes = (first_panel + index // LANES * every + offset) * LANES + index % LANES
-                self._scales[lanes] = matrix.output_scales
+                put_lanes(self._scales[first_panel * LANES :], matrix.output_scales, **where)
             first_byte, first_panel = first_byte + panels.num_bytes, first_panel + panels.count
 
 

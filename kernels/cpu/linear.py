@@ -25,6 +25,7 @@ __all__ = [
     "activation_number",
     "has_int8",
     "linear",
+    "put_lanes",
     "words_per_row",
 ]
 
@@ -157,8 +158,32 @@ class PackedLinear:
     def set_bias(self, bias: torch.Tensor, *, every: int = 1, offset: int = 0) -> None:
         """Set the bias [n] of the outputs; ``every`` and ``offset`` as for the weights."""
         assert self._bias is not None
-        index = torch.arange(len(bias))
-        self._bias[(index // LANES * every + offset) * LANES + index % LANES] = bias.float()
+        put_lanes(self._bias, bias, every=every, offset=offset)
+
+
+def put_lanes(
+    lanes: torch.Tensor, values: torch.Tensor, *, first_output: int = 0, every: int = 1, offset: int = 0
+) -> None:
+    """Set a number of each of some outputs, in slices: torch would divide an index of a few thousand among threads.
+
+    Args:
+        lanes: of all panels, [panels * LANES].
+        values: [n], of outputs from ``first_output`` on.
+        first_output: as for `PackedLinear`.
+        every: likewise.
+        offset: likewise.
+    """
+    panels, done = lanes.view(-1, LANES), 0
+    while done < len(values):
+        panel, lane = divmod(first_output + done, LANES)
+        start, num_whole = panel * every + offset, (len(values) - done) // LANES
+        if lane == 0 and num_whole:
+            count = num_whole * LANES
+            panels[start : start + (num_whole - 1) * every + 1 : every] = values[done : done + count].view(-1, LANES)
+        else:
+            count = min(LANES - lane, len(values) - done)
+            panels[start, lane : lane + count] = values[done : done + count]
+        done += count
 
 
 def linear(x: torch.Tensor, weight: PackedLinear) -> torch.Tensor:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.cpu import reference
-from kernels.cpu.linear import PackedLinear, WeightKind, has_int8, linear
+from kernels.cpu.linear import LANES, PackedLinear, WeightKind, has_int8, linear, put_lanes
 
 # Relative to the largest result. float32 sums in another order; so does bfloat16, whose products are exact; an element
 # halfway between two int8 steps may be rounded to either.
@@ -152,3 +152,14 @@ def test_a_row_of_nan_changes_no_other_row() -> None:
     assert spoilt[3].isnan().all()
     assert torch.equal(spoilt[:3], clean[:3])
     assert torch.equal(spoilt[4:], clean[4:])
+
+
+@pytest.mark.parametrize(
+    ("count", "first", "every", "offset"), [(96, 0, 2, 1), (5, 14, 1, 0), (70, 9, 2, 0), (0, 3, 1, 0)]
+)
+def test_numbers_of_outputs_are_put_into_their_lanes(count: int, first: int, every: int, offset: int) -> None:
+    lanes, values = torch.zeros(14 * LANES), torch.arange(1.0, count + 1)
+    expected, index = lanes.clone(), torch.arange(first, first + count)
+    expected[(index // LANES * every + offset) * LANES + index % LANES] = values
+    put_lanes(lanes, values, first_output=first, every=every, offset=offset)
+    assert torch.equal(lanes, expected)
