@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import torch
@@ -57,9 +58,14 @@ def answers(outputs: list[RequestOutput]) -> list[list[list[int]]]:
 
 
 class Activity:
-    """Counts what an engine's scheduler does from now on, and checks the block manager before each step."""
+    """Counts what an engine's scheduler does from now on, and checks the block manager before its steps.
 
-    def __init__(self, llm: LLM) -> None:
+    Args:
+        llm: the engine.
+        check_every: steps from one check, which walks all requests and blocks, to the next.
+    """
+
+    def __init__(self, llm: LLM, check_every: int = 1) -> None:
         self.num_recomputed = 0  # preemptions without a swap
         self.num_swapped_out = 0  # preemptions
         self.widest_swap = 0  # sequences of one request
@@ -72,8 +78,11 @@ class Activity:
         self.recomputed_beams = 0
         engine, schedule = llm.engine, llm.engine.scheduler.schedule
 
+        num_steps = count()
+
         def counting() -> SchedulerOutput:
-            check_integrity(engine)
+            if next(num_steps) % check_every == 0:
+                check_integrity(engine)
             output = schedule()
             self._count(output)
             return output

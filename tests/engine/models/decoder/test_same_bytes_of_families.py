@@ -37,7 +37,13 @@ SAVE: dict[str, Callable[..., Any]] = {
 }
 FEW_BLOCKS = 310  # for few answers
 KINDS = ("float32", "bfloat16")
-QUICK = ("granite-4-h", "kimi-linear", "deepseek-v3.2", "llama-4-scout")  # others are in `make test` elsewhere
+QUICK = (
+    "granite-4-h",
+    "kimi-linear",
+    "deepseek-v3.2",
+    "llama-4-scout",
+    "gemma-3n-e4b",
+)  # others are in `make test` elsewhere
 LONG = ("qwen3-next", "falcon-h1", "deepseek-v3", "gemma-4-e4b")  # one of each kind, in most settings
 # Slots for the snapshots of all prompts, on the device where every prompt is found in the cache again, or on the host.
 MORE_SLOTS: dict[str, dict[str, Any]] = {
@@ -45,6 +51,8 @@ MORE_SLOTS: dict[str, dict[str, Any]] = {
     "chunks of 17": {"state_snapshot_interval": 1},  # one after each block
     "evicted to the host": {"swap_space_gib": 0.5},
 }
+# Pages of windows for the ends of all prompts, where a hit needs them; their number follows that of sequences.
+MORE_PAGES: dict[str, dict[str, Any]] = {"warm": {"max_num_seqs": NUM_PROMPTS}}
 FEW_SETTINGS = ("chunks of 17", "all at once, three threads", "migrated, warm")
 PREEMPTING = ("preempted", "preempted, cached", "swapped")
 MOST_SETTINGS = (
@@ -74,6 +82,9 @@ def sweep(
     """Compare the answers and logits of a family in these settings with those of every prompt computed alone."""
     if name in RECURRENT_FAMILIES and name != "granite-4":  # which has no recurrent layer
         for setting, options in MORE_SLOTS.items():
+            monkeypatch.setitem(SETTINGS, setting, SETTINGS[setting] | options)
+    if name in GEMMA_FAMILIES:
+        for setting, options in MORE_PAGES.items():
             monkeypatch.setitem(SETTINGS, setting, SETTINGS[setting] | options)
     if count < NUM_PROMPTS:
         monkeypatch.setitem(SETTINGS, "alone", ALONE)
