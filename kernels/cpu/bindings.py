@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 __all__ = [
+    "CAltUp",
     "CAttentionCall",
     "CCodeFormat",
     "CCodedPanels",
@@ -225,19 +226,31 @@ class CLatent(ctypes.Structure):
     )
 
 
+class CAltUp(ctypes.Structure):
+    """``pagoda_altup``."""
+
+    _fields_ = (
+        *_fields(_POINTER, "router", "predictions", "corrections", "output_scale"),
+        *_fields(_INT32, "num_streams", "active"),
+        *_fields(_FLOAT, "eps"),
+    )
+
+
 class CLayer(ctypes.Structure):
     """``pagoda_layer``."""
 
     _fields_ = (
         *_fields(CWeight, "qkv", "output", "gate_up", "down", "own_gate", "own_projection"),
+        *_fields(CWeight, "laurel_left", "laurel_right"),
         *_fields(_POINTER, "input_norm", "post_attention_norm", "attention_output_norm", "mlp_output_norm"),
         *_fields(_POINTER, "experts_norm", "dense_output_norm", "experts_output_norm"),
-        *_fields(_POINTER, "own_output_norm", "query_norm", "key_norm", "rope", "growth", "experts"),
-        *_fields(_POINTER, "latent", "recurrent"),
+        *_fields(_POINTER, "own_output_norm", "laurel_norm", "query_norm", "key_norm", "rope", "growth", "experts"),
+        *_fields(_POINTER, "latent", "recurrent", "altup"),
         *_fields(_INT32, "num_heads", "num_kv_heads", "head_dim", "gate_width", "hidden_size", "intermediate_size"),
-        *_fields(_INT32, "own_width", "own_index"),
+        *_fields(_INT32, "num_gates", "own_width", "own_index"),
         *_fields(_INT32, "sliding_window", "chunk", "is_bf16", "norms_all_heads", "norms_values", "activation"),
-        *_fields(_FLOAT, "eps", "scale", "softcap", "residual_multiplier", "output_scale", "own_output_scale"),
+        *_fields(_FLOAT, "eps", "scale", "softcap", "residual_multiplier", "gate_cutoff", "attention_output_scale"),
+        *_fields(_FLOAT, "output_scale", "own_output_scale"),
     )
 
 
@@ -257,7 +270,7 @@ class CStep(ctypes.Structure):
     """``pagoda_step``."""
 
     _fields_ = (
-        *_fields(_POINTER, "hidden", "addend", "positions", "cu_seqlens_q", "seq_lens"),
+        *_fields(_POINTER, "hidden", "streams", "addend", "positions", "cu_seqlens_q", "seq_lens"),
         *_fields(_INT32, "num_tokens", "num_seqs", "max_blocks", "block_size", "most_chosen"),
         *_fields(_POINTER, "chosen", "num_chosen", "token_starts"),
         *_fields(_SEQUENCES, "sequences"),
@@ -297,6 +310,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pagoda_layers": (None, (_POINTERS, _INT32, _STEP, _CACHE)),
     "pagoda_linear": (None, (_POINTER, _INT64, _ROWS, _WEIGHT, ctypes.c_int)),
     "pagoda_logits": (None, (_POINTER, _POINTER, _INT32, _POINTER, _FLOAT, _WEIGHT, _FLOAT, _POINTER, _POINTER)),
+    "pagoda_match_rows": (None, (_POINTER, _POINTER, _INT32, _INT32)),
     "pagoda_mixer_half": (None, (_LAYER, _STEP, _CACHE)),
     "pagoda_mlp_half": (None, (_LAYER, _STEP)),
     "pagoda_pack_rows_for": (None, (_ROWS, _POINTER, _INT32, _WEIGHT, _POINTER, _FLOAT)),

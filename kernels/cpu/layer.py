@@ -9,11 +9,12 @@ import torch
 
 from kernels.attention.window import Window, sliding_and_chunk
 from kernels.coded_weight import Weight, halves
+from kernels.cpu.altup import PackedAltUp
 from kernels.cpu.bindings import CLayer, CWeight
 from kernels.cpu.coded_linear import NOT_CODED, Coded, packed_linear
 from kernels.cpu.experts import PackedExperts
 from kernels.cpu.latent import LatentSizes, PackedLatent
-from kernels.cpu.linear import LANES, WeightKind, activation_number
+from kernels.cpu.linear import LANES, PackedLinear, WeightKind, activation_number
 from kernels.cpu.recurrent_layer import PackedRecurrent
 from kernels.layer_ops.base import Activation
 
@@ -28,6 +29,7 @@ NormName = Literal[
     "dense_output_norm",
     "experts_output_norm",
     "own_output_norm",
+    "laurel_norm",
     "query_norm",
     "key_norm",
 ]
@@ -51,6 +53,8 @@ class LayerShape:
         latent: latent attention; then there is one KV head, of as many elements as the cache keeps of a token.
         own_width: of an input that the layer has beside the hidden states; 0: there is none.
         own_index: of this input among those of a step.
+        laurel_rank: width of a low-rank branch beside attention; 0: there is none.
+        gate_cutoff: of the feed-forward's gates, in standard deviations above a token's mean; None: all count.
     """
 
     hidden_size: int
@@ -75,6 +79,8 @@ class LayerShape:
     latent: LatentSizes | None = None
     own_width: int = 0
     own_index: int = 0
+    laurel_rank: int = 0
+    gate_cutoff: float | None = None
 
 
 class PackedLayer:
@@ -96,6 +102,8 @@ class PackedLayer:
         latent: what is between ``qkv`` and ``output`` in latent attention.
         experts: which replace gate_up and down if they are set, or are beside them if ``intermediate_size`` is not 0.
         own_gate, own_projection: linear layers of the layer's own input; None: it has none.
+        laurel_left, laurel_right: linear layers of the branch beside attention; None: it has none.
+        altup: of a layer with several residual streams.
         recurrent: which replaces attention, or is computed beside it if there are heads.
     """
 
@@ -128,8 +136,12 @@ class PackedLayer:
             if shape.own_width
             else None
         )
+        rank = shape.laurel_rank
+        self.laurel_left = PackedLinear(kind, hidden, rank) if rank else None
+        self.laurel_right = PackedLinear(kind, rank, hidden) if rank else None
         self.experts: PackedExperts | None = None
         self.recurrent: PackedRecurrent | None = None
+        self.altup: PackedAltUp | None = None
         self._norms: dict[NormName, torch.Tensor] = {}
         sliding_window, chunk = sliding_and_chunk(shape.window)
         self.c_layer = CLayer(
@@ -139,6 +151,8 @@ class PackedLayer:
             self.down.c_weight,
             CWeight() if self.own_gate is None else self.own_gate.c_weight,
             CWeight() if self.own_projection is None else self.own_projection.c_weight,
+            CWeight() if self.laurel_left is None else self.laurel_left.c_weight,
+            CWeight() if self.laurel_right is None else self.laurel_right.c_weight,
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
@@ -155,6 +169,9 @@ class PackedLayer:
             scale=(head_dim or 1) ** -0.5 if shape.scale is None else shape.scale,
             softcap=shape.softcap or 0.0,
             residual_multiplier=shape.residual_multiplier,
+            num_gates=0 if shape.gate_cutoff is None else shape.intermediate_size,
+            gate_cutoff=shape.gate_cutoff or 0.0,
+            attention_output_scale=2.0**-0.5 if rank else 1.0,  # of a sum of two branches
             own_width=shape.own_width,
             own_index=shape.own_index,
             output_scale=1.0,
@@ -186,7 +203,8 @@ class PackedLayer:
     def num_bytes(self) -> int:
         """Bytes that the linear layers' weights take."""
         dense = sum(linear.num_bytes for linear in (self.qkv, self.output, self.gate_up, self.down))
-        parts = (self.own_gate, self.own_projection, self.experts, self.latent, self.recurrent)
+        added = (self.own_gate, self.own_projection, self.laurel_left, self.laurel_right)
+        parts = (*added, self.experts, self.latent, self.recurrent)
         return dense + sum(part.num_bytes for part in parts if part is not None)
 
     def set_norm(self, name: NormName, weight: torch.Tensor) -> None:
@@ -211,6 +229,11 @@ class PackedLayer:
             self.c_layer.output_scale = scale
         else:
             self.c_layer.own_output_scale = scale
+
+    def set_altup(self, altup: PackedAltUp) -> None:
+        """Let the layer have several residual streams."""
+        self.altup = altup
+        self.c_layer.altup = altup.address
 
     def set_experts(self, experts: PackedExperts) -> None:
         """Let experts compute the feed-forward, beside the dense one if the layer has that."""

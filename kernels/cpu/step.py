@@ -35,6 +35,8 @@ class CpuStep:
         windows: as ``metadata``, of the pages of windows; layers with another window use those of ``metadata``.
         own_inputs: float32 [num_layers, num_tokens, own_width], if layers have inputs of their own.
         top_k: tokens that a query attends to at most in sparse latent attention; None: the model has none.
+        streams: float32 [num_streams, num_tokens, hidden_size], the residual streams of a model with several, which
+            the layers change; ``hidden`` is then memory for the one that they compute.
 
     Attributes:
         chosen: the slots that each token attends to, int32 [num_tokens, top_k], written by a layer with an indexer, and
@@ -53,6 +55,7 @@ class CpuStep:
         windows: Mapping[Window, AttentionMetadata] | None = None,
         own_inputs: torch.Tensor | None = None,
         top_k: int | None = None,
+        streams: torch.Tensor | None = None,
     ) -> None:
         scratch.reserve(hidden.shape[0])
         self._metadata, self._windows = metadata, windows or {}
@@ -73,10 +76,12 @@ class CpuStep:
             torch.empty(num_chosen, dtype=torch.int32),
         )
         token_starts = torch.arange(num_chosen + 1, dtype=torch.int32)
-        self._kept = (hidden, positions, metadata, addend, sequences, scratch, own_inputs, token_starts)
+        self._kept = (hidden, positions, metadata, addend, sequences, scratch, own_inputs, token_starts, streams)
+        assert streams is None or (streams.is_contiguous() and streams.shape[1:] == hidden.shape)
         assert own_inputs is None or (own_inputs.is_contiguous() and own_inputs.dtype == torch.float32)
         self.c_step = CStep(
             hidden.data_ptr(),
+            address(streams),
             address(addend),
             positions.data_ptr(),
             metadata.cu_seqlens_q.data_ptr(),
@@ -131,7 +136,8 @@ def add_own_input(layer: PackedLayer, step: CpuStep) -> None:
 
 def add_attention(layer: PackedLayer, hidden: torch.Tensor, attended: torch.Tensor) -> None:
     """Add to the hidden states what the ranks' attention halves wrote to their addends, summed."""
-    _add(layer, hidden, attended, layer.c_layer.attention_output_norm, 1.0)
+    shape = layer.c_layer
+    _add(layer, hidden, attended, shape.attention_output_norm, shape.attention_output_scale)
 
 
 def add_mlp(layer: PackedLayer, hidden: torch.Tensor, computed: torch.Tensor) -> None:

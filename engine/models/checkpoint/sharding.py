@@ -50,8 +50,9 @@ def shard_of(name: str, config: ModelConfig, rank: int, size: int) -> Shard | No
     """
     module, kind = name.split(".")[-2:]
     if module in ("embed_tokens", "embed_tokens_per_layer", "lm_head"):
-        start, num_ids = vocab_range(config.vocab_size, rank, size)
-        return Shard(0, config.vocab_size, min(start, config.vocab_size), min(start + num_ids, config.vocab_size))
+        full = config.per_layer_vocab_size if module == "embed_tokens_per_layer" else config.vocab_size
+        start, num_ids = vocab_range(full, rank, size)
+        return Shard(0, full, min(start, full), min(start + num_ids, full))
     own, layer = config.shard(size), layer_of(name)
     inner, own_inner = config.intermediate_size_of(layer), own.intermediate_size_of(layer)
     heads, own_heads = config.kv_heads(layer), own.kv_heads(layer)

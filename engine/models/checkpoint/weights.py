@@ -46,7 +46,10 @@ logger = logging.getLogger(__name__)
 
 _DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # old checkpoints store what the config implies
 # Small ones, which are as exact as the files have them.
-_FLOAT32 = (".A_log", ".dt_bias", ".D", ".expert_bias", ".expert_scale", ".indexer.weights_proj.weight")
+_FLOAT32 = (
+    *(".A_log", ".dt_bias", ".D", ".expert_bias", ".expert_scale", ".indexer.weights_proj.weight"),
+    *(".altup.router", ".altup.predictions", ".altup.corrections", ".altup.output_scale"),
+)
 _COMPARED_ROWS = 1024  # at once, so that a comparison takes little memory
 
 

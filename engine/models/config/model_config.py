@@ -6,6 +6,7 @@ compute wrongly. It does not touch weights.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +18,13 @@ from engine.models.config.families.architectures import PROVEN
 from engine.models.config.families.table import ARCHITECTURES, Family, NormPlacement, QKNorm
 from engine.models.config.files.config_json import num_positions
 from engine.models.config.model_shape import AttentionShape, ModelShape, attends_causally
-from engine.models.config.shapes.dense import dense_activation, intermediate_size, per_layer_width
+from engine.models.config.shapes.altup import AltUpShape
+from engine.models.config.shapes.dense import (
+    dense_activation,
+    gate_cutoffs,
+    intermediate_sizes,
+    per_layer_embedding,
+)
 from engine.models.config.shapes.experts import ExpertsShape
 from engine.models.config.shapes.factors import attention_options, read_factors
 from engine.models.config.shapes.heads import KVHeads, LayerHeads, require_usual_layers, with_usual_heads
@@ -55,7 +62,10 @@ class ModelConfig(ModelShape):
         normalizes_values: values are divided by the root mean square of their head.
         has_layer_scalars: each layer's output is multiplied by a number that the checkpoint stores.
         per_layer_width: elements of an embedding that each layer has of each token; 0: there is none.
-        wide_layers: layers whose dense feed-forward has twice ``intermediate_size`` features.
+        per_layer_vocab_size: ids in that embedding; others have the one of id 0.
+        intermediate_sizes: features of dense feed-forwards that do not have ``intermediate_size`` of them, by layer.
+        gate_cutoffs: of layers whose feed-forwards drop small gates: see ``shapes.dense.gate_cutoffs``.
+        altup: the residual streams; None: there is one.
         windows: of each layer; None: it attends to everything.
         query_growth: of queries in layers without RoPE; None: they have no factor. That of latents is in ``latent``.
         mixers: what mixes the tokens of each layer.
@@ -106,7 +116,10 @@ class ModelConfig(ModelShape):
     normalizes_values: bool = False
     has_layer_scalars: bool = False
     per_layer_width: int = 0
-    wide_layers: frozenset[int] = frozenset()
+    per_layer_vocab_size: int = 0
+    intermediate_sizes: Mapping[int, int] = field(default_factory=dict)
+    gate_cutoffs: Mapping[int, float] = field(default_factory=dict)
+    altup: AltUpShape | None = None
     weight_scales: WeightScales = field(default_factory=WeightScales)
 
     def __post_init__(self) -> None:
@@ -141,7 +154,7 @@ class ModelConfig(ModelShape):
 
     def intermediate_size_of(self, layer: int) -> int:
         """Return the features of a layer's dense feed-forward."""
-        return self.intermediate_size * (2 if layer in self.wide_layers else 1)
+        return self.intermediate_sizes.get(layer, self.intermediate_size)
 
     def has_qk_norm(self, layer: int) -> bool:
         """Return whether an attention layer has norms of queries and keys."""
@@ -212,6 +225,11 @@ class ModelConfig(ModelShape):
 
     def require_divisible(self) -> None:
         """Raise UnsupportedModelError if tensor-parallel ranks cannot share the model, whatever their number."""
+        if self.altup is not None:
+            raise UnsupportedModelError(
+                f"tensor_parallel_size over 1 is not supported for '{self.architecture}', whose feed-forwards compare "
+                "gates with the mean of all of them; set it to 1"
+            )
         if self.qk_norm == "projection":
             remedy = "set model_impl to transformers" if self.architecture in PROVEN else "set it to 1"
             raise UnsupportedModelError(
@@ -226,7 +244,7 @@ class ModelConfig(ModelShape):
 
         Raises:
             ConfigError: if the heads or the feed-forward cannot be divided by ``size``.
-            UnsupportedModelError: if a norm is over all heads.
+            UnsupportedModelError: if a norm is over all heads, or gates are compared with the mean of all.
         """
         if size > 1:
             self.require_divisible()
@@ -237,6 +255,10 @@ class ModelConfig(ModelShape):
             num_kv_heads=KVHeads(self.num_kv_heads, self.head_dim).shard(size).count,
             layer_heads=self.layer_heads.shard(size),
             intermediate_size=divided(self.intermediate_size, size, "feed-forward features") if has_dense else 0,
+            intermediate_sizes={
+                layer: divided(features, size, "feed-forward features")
+                for layer, features in self.intermediate_sizes.items()
+            },
             experts=None if self.experts is None else self.experts.shard(size),
             recurrent=None if self.recurrent is None else self.recurrent.shard(size),
         )
@@ -271,12 +293,14 @@ class ModelConfig(ModelShape):
         rope = RopeConfig.from_hf(config, family, head_dim if latent is None else latent.rope_dim)
         kinds = layer_types(config, family) if family.has_single_halves else None
         layer_heads, windows = LayerHeads.from_hf(config, family), _windows(config, family)
-        is_wide = getattr(config, "use_double_wide_mlp", False)
+        features, other_features = intermediate_sizes(config, layer_heads.shared)
+        per_layer_width, per_layer_vocab_size = per_layer_embedding(config, family)
         return cls(
             architecture=architecture,
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
-            intermediate_size=intermediate_size(config),
+            intermediate_size=features,
+            intermediate_sizes=other_features,
             num_layers=config.num_hidden_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -309,8 +333,10 @@ class ModelConfig(ModelShape):
             has_feed_forward_gate=family.has_feed_forward_gate,
             normalizes_values=family.normalizes_values,
             has_layer_scalars=family.has_layer_scalars,
-            per_layer_width=per_layer_width(config),
-            wide_layers=frozenset(layer_heads.shared) if is_wide else frozenset(),
+            per_layer_width=per_layer_width,
+            per_layer_vocab_size=per_layer_vocab_size,
+            gate_cutoffs=gate_cutoffs(config) if family.has_altup else {},
+            altup=AltUpShape.from_hf(config) if family.has_altup else None,
             weight_scales=WeightScales.from_hf(config),
             dtype=config.dtype if isinstance(config.dtype, torch.dtype) else None,
             attention_options=attention_options(config, family, [head_dim, *_dims(layer_heads)], windows),

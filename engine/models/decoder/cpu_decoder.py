@@ -18,9 +18,10 @@ from torch.nn import functional as F
 from engine.models.checkpoint.stored_parts import EMBEDDING, HEAD
 from engine.models.config.model_config import ModelConfig
 from engine.models.decoder.coded_plan import NO_CODES, CodedPlan
-from engine.models.decoder.cpu_layer_inputs import CpuLayerInputs
 from engine.models.decoder.cpu_layers import packed_layer, set_parameter
 from engine.models.decoder.forward_context import ForwardContext
+from engine.models.decoder.gemma.cpu_layer_inputs import CpuLayerInputs
+from engine.models.decoder.gemma.cpu_streams import CpuStreams
 from engine.models.decoder.parallel_layers import VocabParallelEmbedding
 from engine.models.decoder.query_growth import growth_factors
 from engine.models.tensor_parallel import TensorParallel
@@ -52,6 +53,7 @@ _NORMS: dict[str, NormName] = {  # by the module's name in decoder.py
     "dense_output_norm": "dense_output_norm",
     "sparse_output_norm": "experts_output_norm",
     "per_layer_output_norm": "own_output_norm",
+    "post_laurel_norm": "laurel_norm",
     "q_norm": "query_norm",
     "k_norm": "key_norm",
 }
@@ -122,6 +124,8 @@ class CpuDecoder:
             kind, config.hidden_size, self.embed_tokens.num_embeddings, sections=of_head
         )
         self._layer_inputs = CpuLayerInputs(config, parallel, dtype, kind) if config.per_layer_width else None
+        self._streams = None if config.altup is None else CpuStreams(config.altup, config.hidden_size, kind)
+        self._scales_stream = config.altup is not None and config.altup.scales_output
         kinds = {kind, self.lm_head.kind} | ({WeightKind.CODED} if plan.sections else set())
         index = None if config.latent is None else config.latent.index
         self._top_k = None if index is None else index.top_k
@@ -151,6 +155,12 @@ class CpuDecoder:
                 assert self._layer_inputs is not None
                 assert isinstance(weight, torch.Tensor)
                 self._layer_inputs.set_weight(module, weight)
+            case ["streams", module, index, "weight"]:
+                assert self._streams is not None
+                assert isinstance(weight, torch.Tensor)
+                self._streams.set_weight(module, int(index), weight)
+            case ["layers", _, "altup", "output_scale"] if not self._scales_stream:
+                return
             case ["lm_head", "weight"]:
                 self.lm_head.set_weight(weight)
             case ["layers", index, "self_attn", "indexer", *rest]:
@@ -176,7 +186,8 @@ class CpuDecoder:
     def num_bytes(self) -> int:
         """Bytes that the packed weights take."""
         own_inputs = 0 if self._layer_inputs is None else self._layer_inputs.num_bytes
-        return self.lm_head.num_bytes + own_inputs + sum(layer.num_bytes for layer in self.layers)
+        streams = 0 if self._streams is None else self._streams.num_bytes
+        return self.lm_head.num_bytes + own_inputs + streams + sum(layer.num_bytes for layer in self.layers)
 
     # --- a step -------------------------------------------------------------------------------------------------
 
@@ -191,6 +202,7 @@ class CpuDecoder:
         addend = hidden.new_empty(2, *hidden.shape) if self.parallel.size > 1 else None
         block_size = context.kv_cache.block_size
         own_inputs = None if self._layer_inputs is None else self._layer_inputs(token_ids, hidden)
+        streams = None if self._streams is None else self._streams.start(hidden)
         step = CpuStep(
             hidden,
             positions,
@@ -202,10 +214,11 @@ class CpuDecoder:
             context.windows,
             own_inputs,
             self._top_k,
+            streams,
         )
         if addend is None:
             all_layers(self.layers, step, context.kv_cache.layers)
-            return hidden
+            return hidden if self._streams is None or streams is None else self._streams.merge(streams)
         caches = iter(context.kv_cache.layers)
         for layer in self.layers:
             if layer.has_mixer:
@@ -297,19 +310,24 @@ def _scratch(config: ModelConfig, layers: list[PackedLayer], kinds: set[WeightKi
     of_latents = [config.num_heads * max(sizes.nope_dim + sizes.rope_dim, sizes.value_dim) for sizes in latents]
     widest_mlp = max(layer.intermediate_size for layer in layers)
     recurrent = [layer.recurrent.sizes for layer in layers if layer.recurrent is not None]
+    laurel_rank = 0 if config.altup is None else config.altup.laurel_rank
+    with_cutoffs = [layer.intermediate_size for layer in layers if layer.c_layer.num_gates]
     mixed_width = max(
         hidden if any(layer.has_dense_and_experts for layer in layers) else 0,
+        *with_cutoffs,
         *(sizes.inner_size for sizes in recurrent),
         *(sizes.query_rank or 0 for sizes in latents),
         0,
     )
     return Scratch(
         *kinds,
-        width=max(hidden, attention_width, widest_mlp, mixed_width, config.per_layer_width, *of_latents),
+        width=max(hidden, attention_width, widest_mlp, mixed_width, config.per_layer_width, laurel_rank, *of_latents),
         outputs=max(
             hidden,
             widest_mlp,
             config.per_layer_width,
+            laurel_rank,
+            *(2 * width for width in with_cutoffs),
             *(layer.qkv.out_features for layer in layers),
             *(sizes.row_width for sizes in recurrent),
             *of_latents,

@@ -14,6 +14,7 @@ from engine.models.config.shapes.recurrent.mamba import MambaShape
 from engine.models.config.shapes.recurrent.short_conv import ConvShape
 from engine.models.decoder.coded_plan import CodedPlan
 from kernels.coded_weight import Weight
+from kernels.cpu.altup import PackedAltUp
 from kernels.cpu.experts import ExpertSizes, PackedExperts
 from kernels.cpu.indexer import IndexerSizes, PackedIndexer
 from kernels.cpu.latent import LatentSizes, PackedLatent
@@ -48,6 +49,8 @@ def packed_layer(config: ModelConfig, layer: int, kind: WeightKind, dtype: torch
     if config.experts is not None and config.has_experts(layer):
         sizes = _expert_sizes(config.experts, config.hidden_size)
         packed.set_experts(PackedExperts(sizes, kind, plan.of_layer(layer, "experts")))
+    if (altup := config.altup) is not None:
+        packed.set_altup(PackedAltUp(altup.num_streams, altup.active, config.hidden_size, config.rms_norm_eps))
     if config.recurrent is not None and config.mixers[layer] in ("recurrent", "both"):
         recurrent = _recurrent_sizes(config.recurrent, config)
         packed.set_recurrent(PackedRecurrent(recurrent, kind, plan.of_layer(layer, "recurrent")))
@@ -80,6 +83,13 @@ def set_parameter(layer: PackedLayer, name: list[str], value: Weight, *, is_firs
         case ["per_layer_input", "projection", "weight"]:
             assert layer.own_projection is not None
             layer.own_projection.set_weight(value)
+        case ["laurel", "left" | "right" as side, "weight"]:
+            branch = layer.laurel_left if side == "left" else layer.laurel_right
+            assert branch is not None
+            branch.set_weight(_tensor(value))
+        case ["altup", *rest]:
+            assert layer.altup is not None
+            _set_altup_parameter(layer.altup, ".".join(rest), _tensor(value))
         case ["layer_scalar"]:
             layer.set_output_scale(float(_tensor(value)))
         case ["recurrent", *rest]:
@@ -129,6 +139,8 @@ def _layer_shape(config: ModelConfig, index: int) -> LayerShape:
         latent=latent,
         own_width=config.per_layer_width,
         own_index=index,
+        laurel_rank=0 if config.altup is None else config.altup.laurel_rank,
+        gate_cutoff=config.gate_cutoffs.get(index),
     )
 
 
@@ -257,6 +269,23 @@ def _linear(layer: PackedLayer, module: str) -> PackedLinear:
         "down_proj": layer.down,
     }
     return linears[module]
+
+
+def _set_altup_parameter(altup: PackedAltUp, name: str, value: torch.Tensor) -> None:
+    """Set a parameter of the residual streams, by its name in decoder.py after ``altup``."""
+    match name:
+        case "router":
+            altup.set_router(value)
+        case "router_norm.weight":
+            altup.set_router_norm(value)
+        case "predictions":
+            altup.set_predictions(value)
+        case "corrections":
+            altup.set_corrections(value)
+        case "output_scale":
+            altup.set_output_scale(value)
+        case _:
+            raise AssertionError(f"no parameter of residual streams is called {name}")
 
 
 def _set_latent_parameter(latent: PackedLatent, module: str, weight: Weight) -> None:

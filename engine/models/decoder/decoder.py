@@ -18,10 +18,12 @@ from engine.models.config.model_config import ModelConfig
 from engine.models.decoder.attention import Attention
 from engine.models.decoder.feed_forward import feed_forward
 from engine.models.decoder.forward_context import ForwardContext
+from engine.models.decoder.gemma.altup import AltUp, ResidualStreams
+from engine.models.decoder.gemma.laurel import LAUREL_SCALE, Laurel
+from engine.models.decoder.gemma.per_layer_inputs import PerLayerInput, PerLayerInputs
 from engine.models.decoder.latent_attention import LatentAttention
 from engine.models.decoder.norms import RMSNorm, norm_if
 from engine.models.decoder.parallel_layers import CodedVocabEmbedding, VocabParallelEmbedding
-from engine.models.decoder.per_layer_inputs import PerLayerInput, PerLayerInputs
 from engine.models.decoder.query_growth import growth_factors
 from engine.models.decoder.recurrent.layer import RecurrentLayer, recurrent_layer
 from engine.models.tensor_parallel import TensorParallel
@@ -66,6 +68,8 @@ class DecoderLayer(nn.Module):
         self.per_layer_input = PerLayerInput(config) if config.per_layer_width else None
         self.per_layer_output_norm = norm_if(self.per_layer_input is not None, config, width)
         self.layer_scalar = nn.Parameter(torch.empty(1), False) if config.has_layer_scalars else None  # of the output
+        self.altup = None if config.altup is None else AltUp(config, config.altup, ops)
+        self.laurel = None if config.altup is None else Laurel(config, config.altup.laurel_rank, ops)
 
     def forward(
         self,
@@ -78,8 +82,8 @@ class DecoderLayer(nn.Module):
         """Compute the layer.
 
         Args:
-            residual: [num_tokens, hidden_size].
-            addend: what the layer before adds to it.
+            residual: [num_tokens, hidden_size]; of several streams [num_streams, num_tokens, hidden_size].
+            addend: what the layer before adds to it; to several streams nothing.
             rotations: of every table.
             context: of the step.
             own_input: [num_tokens, per_layer_width], if the model has such.
@@ -87,19 +91,48 @@ class DecoderLayer(nn.Module):
         Returns:
             The residual stream before the last part of the layer, and what that part adds to it.
         """
-        if self.self_attn is not None or self.recurrent is not None:
-            residual, hidden = self.ops.add_norm(residual, addend, self.input_layernorm)
-            mixed = self._mix_tokens(hidden, rotations, context)
-            addend = Addend(mixed, self.attention_output_norm, self.residual_multiplier)
-        if self.mlp is not None:
-            residual, hidden = self.ops.add_norm(residual, addend, self.post_attention_layernorm)
-            addend = Addend(self.mlp(hidden), self.mlp_output_norm, self.residual_multiplier)
+        if self.altup is not None:
+            return self._compute_streams(self.altup, residual, rotations, context, own_input), None
+        residual, addend = self._compute_halves(residual, addend, rotations, context)
         if self.per_layer_input is not None:
             residual, _ = self.ops.add_norm(residual, addend, None)
             addend = Addend(self.per_layer_input(residual, own_input), self.per_layer_output_norm)
         if self.layer_scalar is not None:
             assert addend is not None  # every such layer has a feed-forward
             addend = replace(addend, sum_scale=self.layer_scalar)
+        return residual, addend
+
+    def _compute_streams(
+        self,
+        altup: AltUp,
+        streams: torch.Tensor,
+        rotations: Sequence[Rotation],
+        context: ForwardContext,
+        own_input: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Compute the layer on one of several residual streams, and correct all of them."""
+        predictions = altup.predict(streams)
+        halves = self._compute_halves(predictions[altup.shape.active], None, rotations, context)
+        streams = altup.correct(predictions, self.ops.add_norm(*halves, None)[0])
+        if self.per_layer_input is not None:
+            added = self.per_layer_input(altup.output(streams), own_input)
+            streams[1:] += self.ops.add_norm(added, None, self.per_layer_output_norm)[1]
+        return streams
+
+    def _compute_halves(
+        self, residual: torch.Tensor, addend: Addend | None, rotations: Sequence[Rotation], context: ForwardContext
+    ) -> tuple[torch.Tensor, Addend | None]:
+        """Mix the tokens and compute the feed-forward; arguments and results are those of ``forward``."""
+        if self.self_attn is not None or self.recurrent is not None:
+            residual, hidden = self.ops.add_norm(residual, addend, self.input_layernorm)
+            mixed = self._mix_tokens(hidden, rotations, context)
+            addend = Addend(mixed, self.attention_output_norm, self.residual_multiplier)
+            if self.laurel is not None:
+                residual = (residual + self.laurel(hidden)) * LAUREL_SCALE
+                addend = replace(addend, scale=LAUREL_SCALE)
+        if self.mlp is not None:
+            residual, hidden = self.ops.add_norm(residual, addend, self.post_attention_layernorm)
+            addend = Addend(self.mlp(hidden), self.mlp_output_norm, self.residual_multiplier)
         return residual, addend
 
     def _mix_tokens(self, hidden: torch.Tensor, rotations: Sequence[Rotation], context: ForwardContext) -> torch.Tensor:
@@ -143,6 +176,7 @@ class Decoder(nn.Module):
         self.embed_tokens: VocabParallelEmbedding | CodedVocabEmbedding
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parallel)
         self.per_layer_inputs = PerLayerInputs(config, parallel, ops) if config.per_layer_width else None
+        self.streams = None if config.altup is None else ResidualStreams(config, config.altup)
         recurrent_ops = recurrent_ops or ReferenceOps()
         self.layers = nn.ModuleList(
             DecoderLayer(own, layer, parallel, ops, recurrent_ops) for layer in range(config.num_layers)
@@ -169,9 +203,13 @@ class Decoder(nn.Module):
         own_inputs: Iterable[torch.Tensor | None] = repeat(None, len(self.layers))
         if self.per_layer_inputs is not None:
             own_inputs = self.per_layer_inputs(token_ids, hidden).unbind(1)
+        if self.streams is not None:
+            hidden = self.streams.start(hidden)
         addend: Addend | None = None
         for layer, own_input in zip(self.layers, own_inputs, strict=True):
             hidden, addend = layer(hidden, addend, rotations, context, own_input)
+        if self.streams is not None:
+            hidden = self.streams.merge(hidden)
         return self.ops.add_norm(hidden, addend, self.norm)[1]
 
     def compute_logits(self, hidden: torch.Tensor, token_indices: torch.Tensor) -> torch.Tensor | None:

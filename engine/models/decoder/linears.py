@@ -62,6 +62,10 @@ def choose_linear_method(
         raise _not_invariant(
             "is not possible for latent attention on GPUs, whose products of heads depend on the batch"
         )
+    if batch_invariant and device.type != "cpu" and config.altup is not None:
+        raise _not_invariant(
+            "is not possible for several residual streams on GPUs, whose coefficients depend on the batch"
+        )
     try:
         return select_linear_method(device, dtype, quantization, options, may_pack=may_pack)
     except ValueError as error:

@@ -12,6 +12,7 @@ __all__ = [
     "BAMBA",
     "DEEPSEEK",
     "GEMMA",
+    "GEMMA3N",
     "GEMMA4",
     "GLM4",
     "GRANITE_HYBRID",
@@ -34,7 +35,29 @@ GEMMA = {
     "post_attention_layernorm": "pre_feedforward_layernorm",
     _POST_MLP: "post_feedforward_layernorm",
 }
-GEMMA4 = GEMMA | {
+_OWN_INPUTS = {
+    "per_layer_inputs.embed_tokens_per_layer": "embed_tokens_per_layer",
+    "per_layer_inputs.per_layer_model_projection": "per_layer_model_projection",
+    "per_layer_inputs.per_layer_projection_norm": "per_layer_projection_norm",
+    "per_layer_input.gate": "per_layer_input_gate",
+    "per_layer_input.projection": "per_layer_projection",
+    "per_layer_output_norm": "post_per_layer_input_norm",
+}
+GEMMA3N = (
+    GEMMA
+    | _OWN_INPUTS
+    | {
+        "streams.projections": "altup_projections",
+        "streams.unembed_projections": "altup_unembed_projections",
+        "altup.router": "altup.modality_router.weight",
+        "altup.predictions": "altup.prediction_coefs.weight",
+        "altup.corrections": "altup.correction_coefs.weight",
+        "altup.output_scale": "altup.correct_output_scale",
+        "laurel.left": "laurel.linear_left",
+        "laurel.right": "laurel.linear_right",
+    }
+)
+_GEMMA4_EXPERTS = {
     "mlp.dense": "mlp",
     "mlp.dense_norm": "pre_feedforward_layernorm",
     "mlp.dense_output_norm": "post_feedforward_layernorm_1",
@@ -44,13 +67,8 @@ GEMMA4 = GEMMA | {
     "mlp.sparse.gate": "router.proj",
     "mlp.sparse.expert_scale": "router.per_expert_scale",
     "mlp.sparse.experts": "experts",
-    "per_layer_inputs.embed_tokens_per_layer": "embed_tokens_per_layer",
-    "per_layer_inputs.per_layer_model_projection": "per_layer_model_projection",
-    "per_layer_inputs.per_layer_projection_norm": "per_layer_projection_norm",
-    "per_layer_input.gate": "per_layer_input_gate",
-    "per_layer_input.projection": "per_layer_projection",
-    "per_layer_output_norm": "post_per_layer_input_norm",
 }
+GEMMA4 = GEMMA | _GEMMA4_EXPERTS | _OWN_INPUTS
 GLM4 = {_POST_ATTENTION: "post_self_attn_layernorm", _POST_MLP: "post_mlp_layernorm"}
 LFM2 = {
     "norm": "embedding_norm",

@@ -14,6 +14,7 @@ from engine.models.config.families.stored_names import (
     BAMBA,
     DEEPSEEK,
     GEMMA,
+    GEMMA3N,
     GEMMA4,
     GLM4,
     GRANITE_HYBRID,
@@ -88,6 +89,7 @@ class Family:
             of earlier ones: see shapes/heads.py.
         normalizes_values: values are divided by the root mean square of their head.
         has_layer_scalars: each layer's output is multiplied by a stored number.
+        has_altup: there are several residual streams, and a low-rank branch beside attention: see shapes/altup.py.
         caps_attention, caps_logits: the config's attn_logit_softcapping and final_logit_softcapping have an effect.
         activation_field: the config's field for the feed-forward's activation.
         fused: projections that the checkpoint stores in one tensor, by their names in decoder.py.
@@ -131,6 +133,7 @@ class Family:
     has_layer_heads: bool = False
     normalizes_values: bool = False
     has_layer_scalars: bool = False
+    has_altup: bool = False
     caps_attention: bool = False
     caps_logits: bool = False
     activation_field: str = "hidden_act"
@@ -290,6 +293,14 @@ ARCHITECTURES = {
         caps_logits=True,
         activation_field="hidden_activation",
         has_rope_by_layer_type=True,
+    ),
+    "Gemma3nForCausalLM": replace(
+        _GEMMA4,
+        stored_names=GEMMA3N,
+        has_layer_scalars=False,
+        has_altup=True,
+        rope_types=_ROPE_TYPES,
+        experts=None,
     ),
     "Gemma4ForCausalLM": _GEMMA4,
     "Gemma4UnifiedForCausalLM": replace(_GEMMA4, experts=None),

@@ -25,6 +25,8 @@ _LARGEST = {  # several times those of the largest models
     "hidden_size_per_layer_input": 2**16,
     "vocab_size_per_layer_input": 2**24,
     "top_k_experts": 4096,
+    "altup_num_inputs": 16,  # as the C kernels have it
+    "laurel_rank": 2**18,
     "hidden_size": 2**18,
     "intermediate_size": 2**20,
     "intermediate_size_mlp": 2**20,

@@ -89,6 +89,17 @@ static void add_latent_attention(const pagoda_layer *layer, const pagoda_step *s
     add_to_hidden(layer, step, rows, &layer->output, layer->attention_output_norm, 1, PAGODA_STORE);
 }
 
+/* hidden += norm(hidden) + norm(right(left(norm(hidden)))): learned augmented residual (Menghani et al., 2025). */
+static void add_laurel(const pagoda_layer *layer, const pagoda_step *step) {
+    pagoda_rows rows = {step->words, step->row_scales, step->num_tokens};
+    pagoda_pack_rows_for(&rows, step->hidden, 0, &layer->laurel_left, layer->input_norm, layer->eps);
+    pagoda_linear(step->wide, layer->laurel_left.out_features, &rows, &layer->laurel_left, PAGODA_STORE);
+    pagoda_pack_rows_for(&rows, step->wide, 0, &layer->laurel_right, NULL, 0);
+    pagoda_linear(step->wide, layer->hidden_size, &rows, &layer->laurel_right, PAGODA_STORE);
+    pagoda_add_normed(step->hidden, step->wide, step->num_tokens, layer->hidden_size, layer->input_norm,
+                      layer->laurel_norm, layer->eps);
+}
+
 /* Adds attention of the packed rows. */
 static void add_attention(const pagoda_layer *layer, const pagoda_step *step, pagoda_rows *rows,
                           const pagoda_layer_cache *cache) {
@@ -107,8 +118,10 @@ static void add_attention(const pagoda_layer *layer, const pagoda_step *step, pa
     attend(layer, step, cache, layer->head_dim);
     if (layer->gate_width)
         pagoda_gate_attended(step->attended, layer->is_bf16, step->wide, stride, step->num_tokens, layer->gate_width);
+    if (layer->laurel_norm) add_laurel(layer, step); /* while nothing else needs the packed rows and wide */
     pagoda_pack_rows_for(rows, step->attended, layer->is_bf16, &layer->output, NULL, 0);
-    add_to_hidden(layer, step, rows, &layer->output, layer->attention_output_norm, 1, PAGODA_STORE);
+    add_to_hidden(layer, step, rows, &layer->output, layer->attention_output_norm, layer->attention_output_scale,
+                  PAGODA_STORE);
 }
 
 void pagoda_mixer_half(const pagoda_layer *layer, const pagoda_step *step, const pagoda_layer_cache *cache) {
@@ -135,8 +148,14 @@ void pagoda_mixer_half(const pagoda_layer *layer, const pagoda_step *step, const
 /* Packs what the second matrix of the dense feed-forward reads. */
 static void compute_activations(const pagoda_layer *layer, const pagoda_step *step, pagoda_rows *rows) {
     pagoda_pack_rows_for(rows, step->hidden, 0, &layer->gate_up, layer->post_attention_norm, layer->eps);
-    pagoda_linear(step->wide, layer->intermediate_size, rows, &layer->gate_up, pagoda_epilogue_of(layer->activation));
-    pagoda_pack_rows_for(rows, step->wide, 0, &layer->down, NULL, 0);
+    const int32_t width = layer->intermediate_size;
+    if (layer->num_gates) {
+        pagoda_linear(step->wide, 2 * (int64_t)width, rows, &layer->gate_up, PAGODA_STORE);
+        pagoda_gate_sparsely(step->mixed, step->wide, step->num_tokens, width, layer->num_gates, layer->gate_cutoff);
+    } else {
+        pagoda_linear(step->wide, width, rows, &layer->gate_up, pagoda_epilogue_of(layer->activation));
+    }
+    pagoda_pack_rows_for(rows, layer->num_gates ? step->mixed : step->wide, 0, &layer->down, NULL, 0);
 }
 
 /* Computes both feed-forwards of the same hidden states, and adds them, or leaves that to the caller. */
@@ -182,15 +201,23 @@ void pagoda_add_own_input(const pagoda_layer *layer, const pagoda_step *step) {
                           layer->own_width);
     pagoda_pack_rows_for(&rows, step->wide, 0, &layer->own_projection, NULL, 0);
     pagoda_linear(step->wide, layer->hidden_size, &rows, &layer->own_projection, PAGODA_STORE);
-    pagoda_add_to_residual(step->hidden, step->wide, step->num_tokens, layer->hidden_size, layer->own_output_norm,
-                           layer->eps, 1, layer->own_output_scale);
+    const int64_t stream = (int64_t)step->num_tokens * layer->hidden_size;
+    float *first = layer->altup ? step->streams + stream : step->hidden;
+    float *end = first + stream * (layer->altup ? layer->altup->num_streams - 1 : 1);
+    for (float *to = first; to < end; to += stream)
+        pagoda_add_to_residual(to, step->wide, step->num_tokens, layer->hidden_size, layer->own_output_norm,
+                               layer->eps, 1, layer->own_output_scale);
 }
 
 void pagoda_layers(const pagoda_layer *const *layers, int32_t num_layers, const pagoda_step *step,
                    const pagoda_layer_cache *caches) {
     for (int32_t i = 0; i < num_layers; i++) {
+        const pagoda_altup *altup = layers[i]->altup;
+        const int32_t width = layers[i]->hidden_size;
+        if (altup) pagoda_predict_streams(altup, step->streams, step->hidden, step->num_tokens, width);
         pagoda_mixer_half(layers[i], step, &caches[i]);
         pagoda_mlp_half(layers[i], step);
+        if (altup) pagoda_correct_streams(altup, step->streams, step->hidden, step->num_tokens, width);
         pagoda_add_own_input(layers[i], step);
     }
 }

@@ -12,6 +12,7 @@
 #include <stdint.h>
 
 #include "experts/experts.h"
+#include "layer/altup.h"
 #include "layer/latent.h"
 #include "linear/linear.h"
 #include "recurrent/recurrent_layer.h"
@@ -25,6 +26,7 @@ typedef struct {
     pagoda_weight down;
     pagoda_weight own_gate;       /* own_width outputs, of the gate of the layer's own input */
     pagoda_weight own_projection; /* reads own_width numbers */
+    pagoda_weight laurel_left, laurel_right; /* of a branch beside attention, if it has a norm */
     const float *input_norm;                  /* [hidden_size], of the first half's input, or NULL */
     const float *post_attention_norm;         /* [hidden_size], of the feed-forward's input, or NULL; beside experts
                                                * of the dense one's */
@@ -33,6 +35,7 @@ typedef struct {
     const float *experts_norm;                /* [hidden_size], of experts' input, beside a dense feed-forward only */
     const float *dense_output_norm, *experts_output_norm; /* [hidden_size], likewise, of each output before their sum */
     const float *own_output_norm;             /* [hidden_size], of what the own input adds */
+    const float *laurel_norm;                 /* [hidden_size], of the branch; NULL: there is none */
     const float *query_norm;                  /* [head_dim], or with norms_all_heads of all heads; or NULL */
     const float *key_norm;
     const float *rope;                        /* [positions, 2, head_dim / 2]; NULL: no position embedding */
@@ -43,10 +46,12 @@ typedef struct {
     const pagoda_latent *latent;              /* NULL: the cache has keys and values. Else qkv gives queries, or what
                                                * they are computed from, and latents; head_dim is that of the cache */
     const pagoda_recurrent_layer *recurrent;  /* NULL: tokens are mixed by attention alone */
+    const pagoda_altup *altup;                /* NULL: there is one residual stream */
     int32_t num_heads, num_kv_heads, head_dim; /* no heads: there is no attention */
     int32_t gate_width;        /* num_heads * head_dim if sigmoids of a gate multiply attention's output; else 0 */
     int32_t hidden_size;
     int32_t intermediate_size; /* a multiple of 16: padded with zeros; 0 without experts: there is no feed-forward */
+    int32_t num_gates;         /* of the feed-forward, without padding, if it is 0 below their cut-off; 0: all count */
     int32_t own_width, own_index; /* of the layer's own input, and where it is in the step's; 0: there is none */
     int32_t sliding_window;    /* 0: none */
     int32_t chunk;             /* that a query's keys are in; 0: none */
@@ -57,13 +62,16 @@ typedef struct {
     float eps, scale;
     float softcap;             /* of attention's scores; 0: none */
     float residual_multiplier; /* of what is added to the residual stream */
+    float gate_cutoff;         /* of gates, see pagoda_gate_sparsely */
+    float attention_output_scale; /* of the residual stream after attention */
     float output_scale;        /* of the residual stream after the feed-forward */
     float own_output_scale;    /* of the residual stream after the own input */
 } pagoda_layer;
 
 /* One step's batch and scratch memory: CStep in kernels/cpu/bindings.py. */
 typedef struct {
-    float *hidden;  /* [num_tokens, hidden_size] */
+    float *hidden;  /* [num_tokens, hidden_size]; with several streams of the active one */
+    float *streams; /* [num_streams, num_tokens, hidden_size]; NULL: there is one */
     float *addend;  /* [num_tokens, hidden_size]: takes what tensor-parallel ranks must sum; NULL: hidden takes it. Of
                      * layers with experts beside a dense feed-forward twice as much, for the experts' outputs */
     const int64_t *positions;
@@ -83,7 +91,8 @@ typedef struct {
     float *wide;       /* [num_tokens, the widest linear's outputs] */
     void *query;       /* [num_tokens, num_heads, head_dim], the cache's type */
     void *attended;
-    float *mixed;      /* [num_tokens, the widest recurrent layer's heads], or hidden_size of experts beside others */
+    float *mixed;      /* [num_tokens, the widest recurrent layer's heads], or hidden_size of experts beside others, or
+                        * intermediate_size of feed-forwards with cut-offs */
 } pagoda_step;
 
 /* What a layer caches: CLayerCache in kernels/cpu/bindings.py. NULL: it has no such cache. */
@@ -110,7 +119,8 @@ void pagoda_add_dense_and_experts(const pagoda_layer *layer, float *hidden, floa
                                   int32_t num_tokens);
 
 /* hidden = scale * (hidden + norm(projection(gelu(gate(hidden)) * own input))), after the feed-forward; nothing if the
- * layer has no such input. No rank sums: all compute the same. */
+ * layer has no such input. With several streams, of which the active one gates, all but the first are added to. No rank
+ * sums: all compute the same. */
 void pagoda_add_own_input(const pagoda_layer *layer, const pagoda_step *step);
 
 /* All of every layer; the caches are each layer's. One call, because between calls a Python program's

@@ -33,7 +33,7 @@ void pagoda_add_to_residual(float *hidden, const float *addend, int32_t num_rows
     pagoda_for_each_row(num_rows, (int64_t)num_rows * width, add_row, &call);
 }
 
-/* Arguments of pagoda_sum_normed. */
+/* Arguments of pagoda_sum_normed and pagoda_add_normed. */
 typedef struct {
     float *sum;
     const float *other, *norm, *other_norm;
@@ -60,6 +60,27 @@ void pagoda_sum_normed(float *sum, const float *other, int32_t num_rows, int32_t
                        const float *other_norm, float eps) {
     normed_call call = {sum, other, norm, other_norm, width, eps};
     pagoda_for_each_row(num_rows, (int64_t)num_rows * width, sum_row, &call);
+}
+
+/* Adds to one row. */
+static void add_normed_row(void *args, int64_t index) {
+    const normed_call *call = args;
+    float *hidden = call->sum + index * call->width;
+    const float *addend = call->other + index * call->width;
+    const float factor = rms_norm_factor(hidden, false, call->width, call->eps);
+    const float addend_factor = rms_norm_factor(addend, false, call->width, call->eps);
+    for (int64_t i = 0; i < call->width; i += LANES) {
+        int64_t count = call->width - i;
+        f32x16 x = load_some(hidden, false, i, count);
+        f32x16 y = load_some(addend, false, i, count) * addend_factor * load_some(call->other_norm, false, i, count);
+        store_some(hidden, false, i, x + (x * factor * load_some(call->norm, false, i, count) + y), count);
+    }
+}
+
+void pagoda_add_normed(float *hidden, const float *addend, int32_t num_rows, int32_t width, const float *norm,
+                       const float *addend_norm, float eps) {
+    normed_call call = {hidden, addend, norm, addend_norm, width, eps};
+    pagoda_for_each_row(num_rows, (int64_t)num_rows * width, add_normed_row, &call);
 }
 
 /* Arguments of pagoda_cap_rows. */

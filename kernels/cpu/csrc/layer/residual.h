@@ -13,6 +13,10 @@ void pagoda_add_to_residual(float *hidden, const float *addend, int32_t num_rows
 void pagoda_sum_normed(float *sum, const float *other, int32_t num_rows, int32_t width, const float *norm,
                        const float *other_norm, float eps);
 
+/* hidden += norm(hidden) + norm(addend), likewise. */
+void pagoda_add_normed(float *hidden, const float *addend, int32_t num_rows, int32_t width, const float *norm,
+                       const float *addend_norm, float eps);
+
 /* scores [num_rows, width] = softcap * tanh(scores / softcap) (Gemma 2, 2024). */
 void pagoda_cap_rows(float *scores, int32_t num_rows, int32_t width, float softcap);
 

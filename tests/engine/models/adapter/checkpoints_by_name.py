@@ -98,7 +98,9 @@ def _served(names: str, architecture: str, *, is_part: bool = False) -> str:
     is_own = architecture in ARCHITECTURES
     by = "our own decoder" if is_own else "transformers' modules"
     what = f"its text part as `{architecture}`" if is_part else f"`{architecture}`"
-    divides = is_own and ARCHITECTURES[architecture].qk_norm != "projection"
+    divides = (
+        is_own and ARCHITECTURES[architecture].qk_norm != "projection" and not ARCHITECTURES[architecture].has_altup
+    )
     ranks = "yes" if divides or architecture in TENSOR_PARALLEL else "no"
     in_gguf = {"Qwen3NextForCausalLM"} | {
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind] for _, kind, _ in GGUF_MODELS.values()

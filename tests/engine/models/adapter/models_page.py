@@ -92,7 +92,10 @@ a model whose heads of every kind and groups of heads they divide. Layers that p
 loaded only to [draft](performance.md#speculative-decoding).
 
 Layers of Gemma 4 differ in the size and number of their heads, and the last ones of E2B and E4B read the keys and
-values of earlier ones. Their logits, tokens and beams are compared likewise (`tests/engine/models/decoder/gemma/`).
+values of earlier ones, as those of Gemma 3n do. Gemma 3n has several residual streams (AltUp), a low-rank branch beside
+attention (LAuReL), and feed-forwards that drop small gates by the mean and deviation of all, so that ranks do not share
+it; `batch_invariant` is refused for it on GPUs. Logits, tokens and beams of both are compared likewise
+(`tests/engine/models/decoder/gemma/`).
 
 On a GPU the recurrences of prompts in bfloat16 and float16 are computed in chunks of 64 tokens (Kimi Linear: 32), as in
 their papers, with products on tensor cores and the state rounded to that dtype. At most 16 tokens of a sequence in a
@@ -313,7 +316,7 @@ def _own_row(architecture: str, names: list[str]) -> str:
     }
     ranks = "2 and 4" if names[0] in SHARED_BY_RANKS else "by transformers' modules"
     if family.recurrent is not None or family.has_layer_heads or family.has_latents or family.has_chunks:
-        ranks = "refused" if family.qk_norm == "projection" else "2"
+        ranks = "refused" if family.qk_norm == "projection" or family.has_altup else "2"
     return f"| `{architecture}` | {', '.join(names)} | {_listed(features)} | {ranks} |"
 
 

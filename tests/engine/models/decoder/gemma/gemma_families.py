@@ -1,4 +1,4 @@
-"""Tiny models of Gemma 4's kinds, random enough for every feature of a kind to matter.
+"""Tiny models of the kinds of Gemma 3n and 4, random enough for every feature of a kind to matter.
 
 The keys name the published models whose features they have. Full-attention layers have wider heads than others, and
 the windows are short, so that contexts are several of them long.
@@ -32,6 +32,7 @@ _SHAPE: dict[str, Any] = {
     "eos_token_id": EOS_TOKEN_ID,
     "pad_token_id": 0,
 }
+_SCALES = ("scale", "per_expert_scale", "layer_scalar", "correct_output_scale")
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _DENSE: dict[str, Any] = {
     "num_hidden_layers": 4,
@@ -47,6 +48,17 @@ _SHARING: dict[str, Any] = {
     "hidden_size_per_layer_input": 16,
     "vocab_size_per_layer_input": 385,
 }
+_ALTUP: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "layer_types": [_SLIDING, _FULL, _SLIDING, _SLIDING, _FULL, _SLIDING],
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 300,  # further ids have the embedding of id 0
+    "intermediate_size": [96, 72, 96, 104, 96, 104],
+    "activation_sparsity_pattern": [0.95, 0.8, 0.0, 0.3, 0.0, 0.0],
+    "altup_num_inputs": 4,
+    "laurel_rank": 8,
+}
 
 GEMMA_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma-4-31b": ("gemma4_text", _DENSE),
@@ -56,6 +68,7 @@ GEMMA_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma-4-e4b": ("gemma4_text", _SHARING | {"use_double_wide_mlp": True}),
     "gemma-4-e2b": ("gemma4_text", _SHARING | {"num_key_value_heads": 1, "global_head_dim": 16}),  # layers' heads alike
+    "gemma-3n-e4b": ("gemma3n_text", _ALTUP),
     "gemma-4-12b": ("gemma4_unified_text", _DENSE | {"attention_k_eq_v": False, "tie_word_embeddings": False}),
 }
 
@@ -72,9 +85,11 @@ def build_gemma_model(name: str, **changes: Any) -> PreTrainedModel:
             kind = parameter_name.rpartition(".")[2]
             if "q_norm" in parameter_name or "k_norm" in parameter_name:
                 parameter.uniform_(0.3, 0.8)  # scores are not scaled: larger ones would double every rounding
-            elif "norm" in parameter_name or kind in ("scale", "per_expert_scale", "layer_scalar"):
+            elif "norm" in parameter_name or kind in _SCALES:
                 parameter.uniform_(0.5, 1.5)
-            elif kind == "weight" or "proj" in kind:
+            elif "altup." in parameter_name and kind == "weight":  # whose inputs are divided by the width
+                parameter.normal_(0.0, 3.0 if "router" in parameter_name else 0.3)
+            elif kind == "weight" or kind.endswith("proj"):
                 parameter.normal_(0.0, 0.15)
     return model
 

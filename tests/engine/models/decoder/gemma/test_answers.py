@@ -1,4 +1,4 @@
-"""Engines on tiny models of Gemma 4's kinds: tokens and beams equal those of transformers."""
+"""Engines on tiny models of the kinds of Gemma 3n and 4: tokens and beams equal those of transformers."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, ModelLoadError
 from tests.engine.models.adapter import greedy_answers
 from tests.engine.models.decoder.family_answers import check_beams, check_conversation, check_drafts, check_two_ranks
 from tests.engine.models.decoder.gemma.gemma_families import GEMMA_FAMILIES
 from tests.engine.models.decoder.saved_models import Saved
 from tests.engine.oracle import make_llm
 
+ALTUP = "gemma-3n-e4b"  # whose layers ranks do not share
 
-def few(*names: str) -> list[object]:
+
+def few(*names: str, without: str = "") -> list[object]:
     """Return all kinds as parameters of a test; all but ``names`` are left to the long tests."""
-    return [name if name in names else pytest.param(name, marks=pytest.mark.long) for name in GEMMA_FAMILIES]
+    kinds = [name for name in GEMMA_FAMILIES if name != without]
+    return [name if name in names else pytest.param(name, marks=pytest.mark.long) for name in kinds]
 
 
 @pytest.mark.parametrize("name", GEMMA_FAMILIES)
@@ -52,7 +55,7 @@ def test_a_conversation_of_many_windows_resumes_at_its_prefix(saved: Callable[[s
     check_conversation(saved(name))
 
 
-@pytest.mark.parametrize("name", few("gemma-4-e4b"))
+@pytest.mark.parametrize("name", few("gemma-4-e4b", ALTUP))
 def test_rejected_drafts_leave_no_trace(
     saved: Callable[[str], Saved], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -60,16 +63,18 @@ def test_rejected_drafts_leave_no_trace(
     assert drafts.num_accepted < drafts.num_drafted
 
 
-@pytest.mark.parametrize("name", few("gemma-4-31b", "gemma-4-e4b"))
+@pytest.mark.parametrize("name", few("gemma-4-31b", "gemma-4-e4b", ALTUP))
 def test_beams_equal_transformers(saved: Callable[[str], Saved], name: str) -> None:
     check_beams(saved(name))
 
 
-@pytest.mark.parametrize("name", few("gemma-4-31b", "gemma-4-26b-a4b", "gemma-4-e4b"))
+@pytest.mark.parametrize("name", few("gemma-4-31b", "gemma-4-26b-a4b", "gemma-4-e4b", without=ALTUP))
 def test_two_ranks_share_a_model(saved: Callable[[str], Saved], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check_two_ranks(saved(name), monkeypatch)
 
 
 def test_ranks_that_do_not_divide_a_model_are_refused(saved: Callable[[str], Saved]) -> None:
+    with pytest.raises(ModelLoadError, match="whose feed-forwards compare gates with the mean of all of them; set it"):
+        make_llm(saved(ALTUP).path, model_impl="pagoda", tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="tensor_parallel_size=3 does not divide the model's 4 attention heads"):
         make_llm(saved("gemma-4-31b").path, tensor_parallel_size=3)

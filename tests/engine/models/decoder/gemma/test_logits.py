@@ -1,4 +1,4 @@
-"""Gemma 4 against transformers: logits of every token, in packed steps of chunks and decodes.
+"""Gemma 3n and 4 against transformers: logits of every token, in packed steps of chunks and decodes.
 
 Contexts are longer than two windows. No feature of a kind can be left out unnoticed.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +18,13 @@ from torch.nn import functional as F
 from engine.errors import ModelLoadError
 from engine.kv.layer_cache import KeyValue, SharedWith
 from engine.models.config.files.hf_config import load_hf_config
+from engine.models.config.model_config import ModelConfig
 from engine.models.config.shapes.weight_scales import WeightScales
-from engine.models.decoder import loader
+from engine.models.decoder import decoder as decoder_module
+from engine.models.decoder import feed_forward, loader
 from engine.models.decoder.cpu_decoder import CpuDecoder
 from engine.models.decoder.decoder import Decoder
+from engine.models.decoder.gemma.altup import AltUp
 from kernels.cpu import reference
 from kernels.cpu.library import library
 from kernels.cpu.linear import WeightKind, has_int8
@@ -29,9 +33,10 @@ from kernels.layer_ops.torch import TorchOps
 from tests.engine.models.adapter.packed_steps import make_sequences, packed_logits
 from tests.engine.models.adapter.tiny_models import WINDOW
 from tests.engine.models.decoder.changed_models import TOLERANCE, Change, largest_difference, load
-from tests.engine.models.decoder.gemma.gemma_families import GEMMA_FAMILIES
+from tests.engine.models.decoder.gemma.gemma_families import GEMMA_FAMILIES, save_gemma_model
 from tests.engine.models.decoder.saved_models import Saved
 
+ALTUP = "gemma-3n-e4b"
 INT8_TOLERANCE = 3e-2  # an element between two steps may be rounded to either, and later layers see the difference
 
 
@@ -61,9 +66,29 @@ def test_logits_of_the_c_kernels_equal_those_of_transformers(saved: Callable[[st
     assert largest_error(decoder, saved(name)) < TOLERANCE
 
 
+@pytest.mark.parametrize("in_c", [False, True])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"altup_num_inputs": 3, "altup_active_idx": 1},
+        {"altup_num_inputs": 1, "altup_correct_scale": False, "laurel_rank": 70},
+        {"altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 6, "vocab_size_per_layer_input": 400},
+    ],
+    ids=str,
+)
+def test_other_numbers_of_residual_streams(changes: dict[str, Any], in_c: bool, tmp_path: Path) -> None:
+    if in_c and library() is None:
+        pytest.skip("no C compiler is installed")
+    model = Saved(*save_gemma_model("gemma-3n-e4b", tmp_path, **changes))
+    decoder = load(model.path, use_cpu_kernels=in_c)
+    assert isinstance(decoder, CpuDecoder) == in_c
+    assert largest_error(decoder, model) < TOLERANCE
+
+
 def test_layers_cache_what_they_read(saved: Callable[[str], Saved]) -> None:
-    dense, sharing = (load(saved(f"gemma-4-{name}").path).layer_caches for name in ("31b", "e4b"))
-    sliding = KeyValue(2, 16, 16, WINDOW)
+    dense, sharing, alike = (load(saved(name).path).layer_caches for name in ("gemma-4-31b", "gemma-4-e4b", ALTUP))
+    sliding, full = KeyValue(2, 16, 16, WINDOW), KeyValue(2, 16, 16)
+    assert alike == (sliding, full, sliding, sliding, SharedWith(1), SharedWith(3))
     assert dense == (sliding, KeyValue(1, 32, 32)) * 2
     assert sharing == (*(sliding, KeyValue(2, 32, 32)) * 2, SharedWith(2), SharedWith(2), SharedWith(3))
 
@@ -125,9 +150,23 @@ def _with_heads(**changes: Any) -> Change:
     return lambda config: replace(config, layer_heads=replace(config.layer_heads, **changes))
 
 
+def _with_streams(**changes: Any) -> Change:
+    def change(config: ModelConfig) -> ModelConfig:
+        assert config.altup is not None
+        return replace(config, altup=replace(config.altup, **changes))
+
+    return change
+
+
 PLANTED: dict[str, tuple[str, Change]] = {
     "keys of an earlier layer of the type": ("gemma-4-e4b", _with_heads(shared={4: 0, 5: 2, 6: 3})),
     "keys of a layer of the other type": ("gemma-4-e2b", _with_heads(shared={4: 2, 5: 3, 6: 3})),
+    "keys of a layer of the other type, likewise": (ALTUP, _with_heads(shared={4: 3, 5: 1})),
+    "keys of an earlier layer of the type, likewise": (ALTUP, _with_heads(shared={4: 1, 5: 2})),
+    "small gates kept": (ALTUP, _with(gate_cutoffs={})),
+    "the cut-off of another layer": (ALTUP, _with(gate_cutoffs={0: 0.84, 1: 1.64, 3: -0.52})),
+    "another active stream": (ALTUP, _with_streams(active=1)),
+    "the active stream not scaled": (ALTUP, _with_streams(scales_output=False)),
     "values not normalized": ("gemma-4-31b", _with(normalizes_values=False)),
     "values not normalized where they have a projection": ("gemma-4-12b", _with(normalizes_values=False)),
     "scores scaled": ("gemma-4-31b", _with(attention_scale=16**-0.5)),
@@ -181,6 +220,35 @@ def test_values_taken_from_keys_after_their_norm_are_noticed(
     assert largest_error(load(model.path), model) > 10 * TOLERANCE
 
 
+def _deviation_over_tokens(gate_up: torch.Tensor, deviations: float) -> None:
+    gates = gate_up[:, : gate_up.shape[1] // 2]
+    deviation = torch.std(gates, dim=0, correction=0)
+    gates.copy_(torch.relu(gates - (gates.mean(dim=1, keepdim=True) + deviations * deviation)))
+
+
+def _correct_the_active_one_only(altup: AltUp, predictions: torch.Tensor, computed: torch.Tensor) -> torch.Tensor:
+    streams = predictions.clone()
+    streams[altup.shape.active] = computed
+    return streams
+
+
+REPLACED: dict[str, tuple[object, str, object]] = {
+    "the deviation of each gate over the tokens": (feed_forward, "_drop_small_gates", _deviation_over_tokens),
+    "the factor of attention and the branch beside it": (decoder_module, "LAUREL_SCALE", 1.0),
+    "the correction of other streams": (AltUp, "correct", _correct_the_active_one_only),
+    "the prediction": (AltUp, "predict", lambda altup, streams: streams),
+}
+
+
+@pytest.mark.parametrize("replaced", REPLACED)
+@pytest.mark.usefixtures("only_torch")
+def test_a_part_of_several_residual_streams_that_is_wrong_is_noticed(
+    saved: Callable[[str], Saved], replaced: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(*REPLACED[replaced])
+    assert largest_error(load(saved(ALTUP).path), saved(ALTUP)) > 10 * TOLERANCE
+
+
 CHANGED: dict[str, tuple[str, Callable[[Any], object]]] = {
     "layer scalars": ("gemma-4-31b", lambda layer: layer.layer_scalar.data.fill_(1.0)),
     "the router's scale": ("gemma-4-26b-a4b", lambda layer: layer.mlp.router_norm.weight.data.fill_(64**-0.5)),
@@ -190,6 +258,10 @@ CHANGED: dict[str, tuple[str, Callable[[Any], object]]] = {
         lambda layer: layer.mlp.sparse_output_norm.weight.data.fill_(1.0),
     ),
     "a layer's own input": ("gemma-4-e4b", lambda layer: layer.per_layer_input.gate.weight.data.zero_()),
+    "corrections of streams": (ALTUP, lambda layer: layer.altup.corrections.data.zero_()),
+    "the norm of the router of streams": (ALTUP, lambda layer: layer.altup.router_norm.weight.data.fill_(1.0)),
+    "the branch beside attention": (ALTUP, lambda layer: layer.laurel.right.weight.data.zero_()),
+    "the norm of the branch": (ALTUP, lambda layer: layer.laurel.post_laurel_norm.weight.data.fill_(1.0)),
     "the norm of a layer's own input": (
         "gemma-4-e4b",
         lambda layer: layer.per_layer_output_norm.weight.data.fill_(1.0),
@@ -225,6 +297,13 @@ IN_C: dict[str, tuple[str, Callable[[Any], object]]] = {
     "norm of the own input": ("gemma-4-e4b", lambda layer: setattr(layer.c_layer, "own_output_norm", None)),
     "own input": ("gemma-4-e4b", lambda layer: setattr(layer.c_layer, "own_width", 0)),
     "scalar after the own input": ("gemma-4-e4b", lambda layer: setattr(layer.c_layer, "own_output_scale", 1.0)),
+    "the branch beside attention": (ALTUP, lambda layer: setattr(layer.c_layer, "laurel_norm", None)),
+    "its factor": (ALTUP, lambda layer: setattr(layer.c_layer, "attention_output_scale", 1.0)),
+    "small gates": (ALTUP, lambda layer: setattr(layer.c_layer, "num_gates", 0)),
+    "padding among the gates": (ALTUP, lambda layer: setattr(layer.c_layer, "num_gates", 80)),
+    "several streams": (ALTUP, lambda layer: setattr(layer.c_layer, "altup", None)),
+    "corrections of streams": (ALTUP, lambda layer: layer.altup.set_corrections(torch.zeros(4, 4))),
+    "scale of the active stream": (ALTUP, lambda layer: setattr(layer.altup.c_altup, "output_scale", None)),
     "layer scalar after experts": ("gemma-4-26b-a4b", lambda layer: setattr(layer.c_layer, "output_scale", 1.0)),
     "norms of the other branch": (
         "gemma-4-26b-a4b",
@@ -256,7 +335,7 @@ def test_a_part_of_a_layer_in_c_that_is_wrong_is_noticed(saved: Callable[[str], 
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("gemma-4-e4b", _with(wide_layers=frozenset()), r"mlp\.gate_proj\.weight' .* has shape \[192, 64\]"),
+        ("gemma-4-e4b", _with(intermediate_sizes={}), r"mlp\.gate_proj\.weight' .* has shape \[192, 64\]"),
         (
             "gemma-4-31b",
             _with_heads(values_are_keys=frozenset()),

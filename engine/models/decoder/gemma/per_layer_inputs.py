@@ -26,7 +26,9 @@ class PerLayerInputs(nn.Module):
         super().__init__()
         self.ops, self.width = ops, config.per_layer_width
         width = config.num_layers * self.width
-        self.embed_tokens_per_layer = VocabParallelEmbedding(config.vocab_size, width, parallel)
+        self.vocab_size = config.per_layer_vocab_size
+        self.has_all_ids = self.vocab_size >= config.vocab_size
+        self.embed_tokens_per_layer = VocabParallelEmbedding(self.vocab_size, width, parallel)
         self.per_layer_model_projection = nn.Linear(config.hidden_size, width, bias=False)
         self.per_layer_projection_norm = RMSNorm(config, self.width)
         self.projection_scale = config.hidden_size**-0.5
@@ -38,6 +40,8 @@ class PerLayerInputs(nn.Module):
             token_ids: [num_tokens].
             embeddings: [num_tokens, hidden_size], the usual ones of these tokens.
         """
+        if not self.has_all_ids:
+            token_ids = token_ids.masked_fill(token_ids >= self.vocab_size, 0)
         of_ids: torch.Tensor = self.embed_tokens_per_layer(token_ids)
         of_ids = of_ids * rounded(self.width**0.5, of_ids.dtype)  # as it was in training
         projected = (self.per_layer_model_projection(embeddings) * self.projection_scale).view(-1, self.width)

@@ -23,7 +23,9 @@ class CpuLayerInputs:
         self._width, self._parallel, self._eps = config.per_layer_width, parallel, config.rms_norm_eps
         width = config.num_layers * self._width
         with torch.device("meta"):
-            self._embedding = VocabParallelEmbedding(config.vocab_size, width, parallel)
+            self._embedding = VocabParallelEmbedding(config.per_layer_vocab_size, width, parallel)
+        self._vocab_size = config.per_layer_vocab_size
+        self._has_all_ids = self._vocab_size >= config.vocab_size
         self._projection = PackedLinear(kind, config.hidden_size, width)
         self._norm = torch.empty(0)
         self._scales = rounded(self._width**0.5, dtype), config.hidden_size**-0.5
@@ -53,6 +55,8 @@ class CpuLayerInputs:
             embeddings: float32 [num_tokens, hidden_size], the usual ones of these tokens.
         """
         of_ids, of_projection = self._scales
+        if not self._has_all_ids:
+            token_ids = token_ids.masked_fill(token_ids >= self._vocab_size, 0)
         if self._parallel.size == 1:
             embedded = gather_rows(self._embedding.weight, token_ids, of_ids)
         else:
