@@ -201,7 +201,8 @@ def _problems(raw: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """Yield each wrong field with its value and what it should be. A field that is absent or null is right."""
     for name, largest in _LARGEST.items():
         value, smallest = raw.get(name), 0 if name in _MAY_BE_ZERO else 1  # or a list, a number for each layer
-        if isinstance(value, bool | str | float) or (isinstance(value, int) and not smallest <= value <= largest):
+        numbers = [number for number in (value if isinstance(value, list) else [value]) if isinstance(number, int)]
+        if isinstance(value, bool | str | float) or any(not smallest <= number <= largest for number in numbers):
             yield name, value, f"an integer from {smallest} to {largest}"
     for name in _FACTORS:
         value = raw.get(name)

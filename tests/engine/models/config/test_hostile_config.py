@@ -25,7 +25,7 @@ JSON = st.recursive(
 
 
 FAMILIES = ["qwen3", "qwen3_moe", "qwen2_moe", "mixtral", "gemma2", "smollm3", "granite"]
-FAMILIES += ["gemma-4-e4b", "mistral-4", "glm-5.2", "qwen3-next", "nemotron-3-super", "falcon-h1"]
+FAMILIES += ["gemma-4-e4b", "gemma-3n-e4b", "mistral-4", "glm-5.2", "qwen3-next", "nemotron-3-super", "falcon-h1"]
 FAMILIES += ["CohereForCausalLM", "Glm4MoeForCausalLM"]  # which transformers' modules compute
 Workshops = Callable[[str], Workshop]
 
@@ -212,7 +212,15 @@ OF_FAMILIES: list[tuple[str, str, list[Any]]] = [
     ("gemma-4-e4b", "num_kv_shared_layers", [-1, None, 7, 10**9, "x"]),
     ("gemma-4-e4b", "hidden_size_per_layer_input", [-8, 10**9, "x"]),
     ("gemma-4-e4b", "vocab_size_per_layer_input", [1, 10**9]),
+    ("gemma-4-e4b", "hidden_activation", ["silu", "x"]),
     ("gemma-4-e4b", "per_layer_config", [{"9": {}}, {"0": {"hidden_size": 8}}]),
+    ("gemma-3n-e4b", "altup_num_inputs", [0, 17, 10**9, None, "x"]),
+    ("gemma-3n-e4b", "altup_active_idx", [-1, 4, None, "x"]),
+    ("gemma-3n-e4b", "laurel_rank", [0, -1, 10**9, None, "x"]),
+    ("gemma-3n-e4b", "activation_sparsity_pattern", [[0.5], [1.0] * 6, [NAN] * 6, [-0.5] * 6, ["x"] * 6]),
+    ("gemma-3n-e4b", "intermediate_size", [[96] * 5, [0] * 6, ["x"] * 6, [10**9] * 6]),
+    ("gemma-3n-e4b", "vocab_size_per_layer_input", [0, -1, 10**9, None]),
+    ("gemma-3n-e4b", "num_kv_shared_layers", [-1, None, 5, 10**9]),
     ("gemma-4-26b-a4b", "top_k_experts", [0, None, 7, "x"]),
     ("gemma-4-26b-a4b", "num_experts", [None, 10**9, "x"]),
     ("smollm3", "no_rope_layers", [[], [1], ["x", 1]]),

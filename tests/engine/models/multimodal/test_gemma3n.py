@@ -43,6 +43,7 @@ def test_greedy_tokens_equal_those_of_the_multimodal_class(tmp_path: Path, monke
     usual = build_config("Gemma3nForCausalLM").to_dict()
     text = {name: usual[name] for name in (*TINY_MODELS["Gemma3nForCausalLM"].options, "vocab_size", "hidden_size")}
     text |= {name: usual[name] for name in ("num_attention_heads", "num_key_value_heads", "max_position_embeddings")}
+    text["hidden_size_per_layer_input"] = 16  # as the C kernels have it
     fields = {"architectures": ["Gemma3nForConditionalGeneration"], "model_type": "gemma3n", "dtype": "float32"}
     fields |= {"text_config": text | {"model_type": TEXT, "intermediate_size": [40] * 5}, "eos_token_id": [1, 106]}
     model = build(fields, monkeypatch)

@@ -1,4 +1,4 @@
-"""Weights of Gemma 4 as checkpoints store them: quantised, or with a tensor for each expert; also by ranks."""
+"""Weights of Gemma 3n and 4 as checkpoints store them: quantised, or with a tensor for each expert; also by ranks."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from tests.engine.models.decoder.saved_models import Saved
 
 _CHOSEN = re.compile(r"layers\..*(_proj|_projection|_gate)\.weight$")
 RANKS = ((0, 1), (0, 2), (1, 2))
+ALTUP = "gemma-3n-e4b"  # which ranks do not share
 CASES = [
     ("gemma-4-31b", "fp8 in blocks"),
     ("gemma-4-e4b", "int4 in groups"),
+    (ALTUP, "fp8 in blocks"),
     pytest.param("gemma-4-e4b", "nvfp4", marks=pytest.mark.long),
     pytest.param("gemma-4-12b", "int4 in groups", marks=pytest.mark.long),
 ]
@@ -35,7 +37,7 @@ def test_parameters_are_those_of_the_dequantised_checkpoint(name: str, form: str
         model, tmp_path, encode, config, chosen=lambda weight: _CHOSEN.search(weight) is not None
     )
     assert any("k_proj" in weight for weight in quantised.values)
-    for rank, size in RANKS:
+    for rank, size in RANKS[: 1 if name == ALTUP else None]:
         expected = parameters(tmp_path / "plain", rank, size)
         computed = parameters(quantised.path, rank, size)
         assert computed.keys() == expected.keys()

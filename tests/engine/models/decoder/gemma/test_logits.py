@@ -70,7 +70,7 @@ def test_logits_of_the_c_kernels_equal_those_of_transformers(saved: Callable[[st
 @pytest.mark.parametrize(
     "changes",
     [
-        {"altup_num_inputs": 3, "altup_active_idx": 1},
+        {"altup_num_inputs": 3, "altup_active_idx": 1, "hidden_size": 72},
         {"altup_num_inputs": 1, "altup_correct_scale": False, "laurel_rank": 70},
         {"altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 6, "vocab_size_per_layer_input": 400},
     ],
@@ -114,8 +114,9 @@ def int8() -> None:
 
 
 @pytest.mark.usefixtures("int8")
-def test_int8_of_the_kernels_is_as_exact_as_that_of_torch(saved: Callable[[str], Saved]) -> None:
-    model = saved("gemma-4-31b")
+@pytest.mark.parametrize("name", ["gemma-4-31b", ALTUP])
+def test_int8_of_the_kernels_is_as_exact_as_that_of_torch(saved: Callable[[str], Saved], name: str) -> None:
+    model = saved(name)
     errors = [
         mean_error(packed_logits(load(model.path, quantization="int8", **options), make_sequences()), model)
         for options in ({}, {"use_cpu_kernels": False})
