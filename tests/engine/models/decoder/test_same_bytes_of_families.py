@@ -52,7 +52,7 @@ MORE_SLOTS: dict[str, dict[str, Any]] = {
     "evicted to the host": {"swap_space_gib": 0.5},
 }
 # Pages of windows for the ends of all prompts, where a hit needs them; their number follows that of sequences.
-MORE_PAGES: dict[str, dict[str, Any]] = {"warm": {"max_num_seqs": NUM_PROMPTS}}
+MORE_PAGES: dict[str, dict[str, Any]] = {"warm": {"max_num_seqs": NUM_PROMPTS, "kv_cache_memory": "512MiB"}}
 FEW_SETTINGS = ("chunks of 17", "all at once, three threads", "migrated, warm")
 PREEMPTING = ("preempted", "preempted, cached", "swapped")
 MOST_SETTINGS = (
@@ -83,7 +83,7 @@ def sweep(
     if name in RECURRENT_FAMILIES and name != "granite-4":  # which has no recurrent layer
         for setting, options in MORE_SLOTS.items():
             monkeypatch.setitem(SETTINGS, setting, SETTINGS[setting] | options)
-    if name in GEMMA_FAMILIES:
+    if name in GEMMA_FAMILIES or name in LLAMA4_MODELS:
         for setting, options in MORE_PAGES.items():
             monkeypatch.setitem(SETTINGS, setting, SETTINGS[setting] | options)
     if count < NUM_PROMPTS:
