@@ -52,7 +52,10 @@ MORE_SLOTS: dict[str, dict[str, Any]] = {
     "evicted to the host": {"swap_space_gib": 0.5},
 }
 # Pages of windows for the ends of all prompts, where a hit needs them; their number follows that of sequences.
-MORE_PAGES: dict[str, dict[str, Any]] = {"warm": {"max_num_seqs": NUM_PROMPTS, "kv_cache_memory": "512MiB"}}
+MORE_PAGES: dict[str, dict[str, Any]] = {
+    "warm": {"max_num_seqs": NUM_PROMPTS, "kv_cache_memory": "512MiB"},
+    "evicted to the host": {"swap_space_gib": 0.5},
+}
 FEW_SETTINGS = ("chunks of 17", "all at once, three threads", "migrated, warm")
 PREEMPTING = ("preempted", "preempted, cached", "swapped")
 MOST_SETTINGS = (
