@@ -1,7 +1,7 @@
 /* See causal_conv.h.
  *
- * A part is a block of channels of one sequence. It goes from the last token to the first, because a token's output
- * replaces its input, which the tokens after it need.
+ * A part is a block of channels of one sequence. It goes from token to token with the inputs of the last ones in the
+ * first cache, because a token's output replaces its input, which the tokens after it need.
  */
 #include "recurrent/causal_conv.h"
 
@@ -9,68 +9,91 @@
 #include "runtime/threads.h"
 #include "runtime/vector.h"
 
-enum { CHANNELS_PER_PART = 256, MAX_WIDTH = 16 };
+enum { CHANNELS_PER_PART = 256, MAX_WIDTH = 16, USUAL_WIDTH = 4 };
 
 /* A block of channels of one sequence. */
 typedef struct {
     const pagoda_conv_call *call;
     pagoda_sequence sequence;
     int64_t channel, count;
-    float past[MAX_WIDTH - 1][CHANNELS_PER_PART]; /* the inputs before the first token */
+    float (*past)[CHANNELS_PER_PART]; /* [width - 1]: the last inputs, those of the token in row token % (width - 1) */
 } conv_part;
 
-/* The inputs of a token, which may be one of the last before the sequence's first. */
-static const float *row_at(const conv_part *part, int64_t token) {
-    int64_t from_first = token - part->sequence.first;
-    if (from_first < 0) return part->past[part->call->width - 1 + from_first];
-    return part->call->inputs + token * part->call->stride + part->channel;
+/* The row of `past` after another one. */
+INLINE int64_t row_after(int64_t row, int width) { return row + 1 < width - 1 ? row + 1 : 0; }
+
+/* A row of a slot's state. */
+static float *state_row(const conv_part *part, int64_t slot, int64_t row) {
+    const pagoda_conv_call *call = part->call;
+    return call->state + (slot * (call->width - 1) + row) * call->channels + part->channel;
 }
 
-/* Writes the state after a token to a slot. */
-static void write_state(const conv_part *part, int64_t token, int64_t slot) {
-    const pagoda_conv_call *call = part->call;
-    int64_t width = call->width - 1;
-    float *to = call->state + slot * width * call->channels + part->channel;
-    for (int64_t row = 0; row < width; row++, to += call->channels)
-        memcpy(to, row_at(part, token - width + 1 + row), (size_t)part->count * sizeof *to);
-}
-
-/* Replaces a token's inputs by its outputs. */
-static void convolve(const conv_part *part, int64_t token) {
-    const pagoda_conv_call *call = part->call;
-    const float *rows[MAX_WIDTH];
-    for (int64_t tap = 0; tap < call->width; tap++) rows[tap] = row_at(part, token - call->width + 1 + tap);
-    float *output = call->inputs + token * call->stride + part->channel;
-    for (int64_t i = 0; i < part->count; i += LANES) {
-        int64_t count = part->count - i;
-        const float *weight = call->weight + part->channel;
-        f32x16 sum = {0};
-        if (call->bias) sum = load_some(call->bias + part->channel, false, i, count);
-        for (int64_t tap = 0; tap < call->width; tap++, weight += call->channels)
-            sum = f32x16_fma(load_some(weight, false, i, count), load_some(rows[tap], false, i, count), sum);
-        if (call->has_silu) sum = sum / (1 + f32x16_exp(-sum));
-        store_some(output, false, i, sum, count);
+/* The last inputs before the first token; `oldest` is their row in `past`. */
+static void read_state(const conv_part *part, int64_t oldest) {
+    const int64_t width = part->call->width - 1;
+    const size_t bytes = (size_t)part->count * sizeof **part->past;
+    for (int64_t row = 0; row < width; row++) {
+        float *to = part->past[(oldest + row) % width];
+        if (part->sequence.starts) memset(to, 0, bytes);
+        else memcpy(to, state_row(part, part->sequence.slot, row), bytes);
     }
+}
+
+/* Writes the last inputs to a slot; `oldest` is the row of the first of them. */
+static void write_state(const conv_part *part, int64_t slot, int64_t oldest) {
+    const int64_t width = part->call->width - 1;
+    for (int64_t row = 0; row < width; row++)
+        memcpy(state_row(part, slot, row), part->past[(oldest + row) % width], (size_t)part->count * sizeof(float));
+}
+
+/* Replaces a token's inputs by its outputs, and the oldest of the past ones by the token's. */
+INLINE void convolve(const conv_part *part, int64_t token, int64_t oldest, const int width) {
+    const pagoda_conv_call *call = part->call;
+    const float *weight = call->weight + part->channel, *bias = call->bias ? call->bias + part->channel : NULL;
+    const float *rows[MAX_WIDTH];
+    for (int tap = 0; tap < width - 1; tap++) {
+        rows[tap] = part->past[oldest];
+        oldest = row_after(oldest, width);
+    }
+    float *newest = part->past[oldest], *own = call->inputs + token * call->stride + part->channel;
+    for (int64_t i = 0; i < part->count; i += LANES) {
+        const int64_t count = part->count - i;
+        const f32x16 input = load_some(own, false, i, count);
+        f32x16 sum = bias ? load_some(bias, false, i, count) : (f32x16){0};
+        for (int tap = 0; tap < width - 1; tap++)
+            sum = f32x16_fma(load_some(weight + tap * call->channels, false, i, count), f32x16_load(rows[tap] + i), sum);
+        sum = f32x16_fma(load_some(weight + (width - 1) * call->channels, false, i, count), input, sum);
+        if (call->has_silu) sum = sum / (1 + f32x16_exp(-sum));
+        f32x16_store(newest + i, input);
+        store_some(own, false, i, sum, count);
+    }
+}
+
+/* Computes a sequence's tokens, of `width` taps each. */
+INLINE void convolve_all(conv_part *part, const int width) {
+    const pagoda_conv_call *call = part->call;
+    int64_t oldest = 0;
+    read_state(part, oldest);
+    for (int64_t token = part->sequence.first; token < part->sequence.end; token++) {
+        convolve(part, token, oldest, width);
+        oldest = row_after(oldest, width);
+        const int64_t slot = pagoda_save_slot(call->sequences, &part->sequence, token);
+        if (slot >= 0) write_state(part, slot, oldest);
+    }
+    write_state(part, part->sequence.slot, oldest);
 }
 
 /* Computes one part. */
 static void conv_one_part(void *args, int64_t index) {
     const pagoda_conv_call *call = args;
     int64_t num_blocks = divide_up(call->channels, CHANNELS_PER_PART);
-    conv_part part = {.call = call, .channel = index % num_blocks * CHANNELS_PER_PART};
+    _Alignas(64) float past[MAX_WIDTH - 1][CHANNELS_PER_PART];
+    conv_part part = {.call = call, .channel = index % num_blocks * CHANNELS_PER_PART, .past = past};
     part.sequence = pagoda_sequence_at(call->sequences, index / num_blocks);
     part.count = min(call->channels - part.channel, CHANNELS_PER_PART);
     if (part.sequence.end <= part.sequence.first) return;
-    int64_t width = call->width - 1;
-    const float *state = call->state + part.sequence.slot * width * call->channels + part.channel;
-    for (int64_t row = 0; row < width && !part.sequence.starts; row++)
-        memcpy(part.past[row], state + row * call->channels, (size_t)part.count * sizeof *state);
-    for (; part.sequence.save < part.sequence.end_save; part.sequence.save++) {
-        int64_t slot = call->sequences->save_slots[part.sequence.save];
-        if (slot >= 0) write_state(&part, call->sequences->save_tokens[part.sequence.save], slot);
-    }
-    write_state(&part, part.sequence.end - 1, part.sequence.slot);
-    for (int64_t token = part.sequence.end - 1; token >= part.sequence.first; token--) convolve(&part, token);
+    if (call->width == USUAL_WIDTH) convolve_all(&part, USUAL_WIDTH);
+    else convolve_all(&part, call->width);
 }
 
 void pagoda_causal_conv(const pagoda_conv_call *call) {

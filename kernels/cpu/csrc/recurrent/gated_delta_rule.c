@@ -14,7 +14,10 @@
 #include "runtime/scratch.h"
 #include "runtime/threads.h"
 
-enum { COLUMNS = 32, REGISTERS = COLUMNS / REGISTER_LANES };
+/* Of a slice: sums of several registers, so that one's latency hides behind the others'. A slice stays in the first
+ * cache. */
+enum { REGISTERS = 4, COLUMNS = REGISTERS * REGISTER_LANES };
+enum { TOKENS_AHEAD = 3, FLOATS_PER_LINE = 16 }; /* of what is prefetched, and of a line of the caches */
 enum { WIDE_REGISTERS = 8, WIDE_COLUMNS = WIDE_REGISTERS * REGISTER_LANES }; /* of a row, for a single token */
 
 /* A slice of the state, [key_dim, COLUMNS]; columns beyond value_dim are zero. */
@@ -56,7 +59,7 @@ static void prepare_token(void *args, int64_t token) {
 }
 
 /* A token's input of the slice's head. */
-static head_input input_at(const state_slice *slice, int64_t token) {
+INLINE head_input input_at(const state_slice *slice, int64_t token) {
     const pagoda_delta_rule_call *call = slice->call;
     const int64_t key_dim = call->key_dim, key_width = call->num_key_heads * key_dim;
     const float *row = call->mixed + token * call->stride, *query = row + slice->key_head * key_dim;
@@ -101,12 +104,11 @@ INLINE f32_register recalling(const head_input *input, int64_t row, bool decays_
 INLINE void recall(const float *values, int64_t key_dim, const head_input *input, bool decays_rows,
                    f32_register *recalled) {
     f32_register sums[REGISTERS] = {0};
-    for (int64_t row = 0; row < key_dim; row++, values += COLUMNS)
+    for (int64_t row = 0; row < key_dim; row++, values += COLUMNS) {
+        const f32_register key = recalling(input, row, decays_rows);
 #pragma GCC unroll 4
-        for (int i = 0; i < REGISTERS; i++) {
-            f32_register value = register_load(values + i * REGISTER_LANES);
-            sums[i] = register_fma(recalling(input, row, decays_rows), value, sums[i]);
-        }
+        for (int i = 0; i < REGISTERS; i++) sums[i] = register_fma(key, register_load(values + i * REGISTER_LANES), sums[i]);
+    }
     memcpy(recalled, sums, sizeof sums);
 }
 
@@ -115,27 +117,50 @@ INLINE void update(float *values, int64_t key_dim, const head_input *input, cons
                    const f32_register *change, f32_register *output, f32_register *recalled) {
     f32_register read[REGISTERS] = {0}, sums[REGISTERS] = {0}, changes[REGISTERS];
     memcpy(changes, change, sizeof changes);
-    for (int64_t row = 0; row < key_dim; row++, values += COLUMNS)
+    f32_register decay = register_set(*input->decay);
+    for (int64_t row = 0; row < key_dim; row++, values += COLUMNS) {
+        const f32_register key = register_set(input->key[row]), query = register_set(input->query[row]);
+        const f32_register next_key = recalling(next, row, decays_rows);
+        if (decays_rows) decay = register_set(input->decay[row]);
 #pragma GCC unroll 4
         for (int i = 0; i < REGISTERS; i++) {
             float *at = values + i * REGISTER_LANES;
-            f32_register decayed = register_load(at) * input->decay[decays_rows ? row : 0];
-            f32_register value = register_fma(register_set(input->key[row]), changes[i], decayed);
+            const f32_register value = register_fma(key, changes[i], register_load(at) * decay);
             register_store(at, value);
-            read[i] = register_fma(register_set(input->query[row]), value, read[i]);
-            sums[i] = register_fma(recalling(next, row, decays_rows), value, sums[i]);
+            read[i] = register_fma(query, value, read[i]);
+            sums[i] = register_fma(next_key, value, sums[i]);
         }
+    }
     memcpy(output, read, sizeof read);
     memcpy(recalled, sums, sizeof sums);
 }
 
 /* change = beta (value - factor recalled); columns that do not exist have none. */
-static void compute_change(const state_slice *slice, const head_input *input, float factor,
+INLINE void compute_change(const state_slice *slice, const head_input *input, float factor,
                            const f32_register *recalled, f32_register *change) {
     float values[COLUMNS] = {0};
-    memcpy(values, input->value, (size_t)slice->count * sizeof *values);
+    if (slice->count == COLUMNS) memcpy(values, input->value, sizeof values);
+    else memcpy(values, input->value, (size_t)slice->count * sizeof *values);
     for (int i = 0; i < REGISTERS; i++)
         change[i] = (register_load(values + i * REGISTER_LANES) - recalled[i] * factor) * input->beta;
+}
+
+/* Stores a token's output of the slice. */
+INLINE void store_output(const state_slice *slice, int64_t token, const f32_register *output) {
+    const pagoda_delta_rule_call *call = slice->call;
+    float *to = call->output + (token * call->num_heads + slice->head) * call->value_dim + slice->column;
+    if (slice->count == COLUMNS) memcpy(to, output, COLUMNS * sizeof *to);
+    else memcpy(to, output, (size_t)slice->count * sizeof *to);
+}
+
+/* Prefetches what a later token has of the slice's head, since the processor cannot predict rows that are pages apart. */
+INLINE void fetch_input(const state_slice *slice, int64_t token) {
+    const head_input input = input_at(slice, token);
+    for (int64_t i = 0; i < slice->call->key_dim; i += FLOATS_PER_LINE) {
+        __builtin_prefetch(input.query + i, 0, 3);
+        __builtin_prefetch(input.key + i, 0, 3);
+    }
+    for (int64_t i = 0; i < COLUMNS; i += FLOATS_PER_LINE) __builtin_prefetch(input.value + i, 0, 3);
 }
 
 /* Computes the tokens of a sequence with a slice of its state. */
@@ -146,10 +171,10 @@ INLINE void compute_slice(const state_slice *slice, pagoda_sequence *sequence, b
     recall(slice->values, call->key_dim, &input, decays_rows, recalled);
     for (int64_t token = sequence->first; token < sequence->end; token++) {
         head_input next = input_at(slice, min(token + 1, sequence->end - 1)); /* the last one's is not used */
+        fetch_input(slice, min(token + TOKENS_AHEAD, sequence->end - 1));
         compute_change(slice, &input, decays_rows ? 1 : *input.decay, recalled, change);
         update(slice->values, call->key_dim, &input, &next, decays_rows, change, output, recalled);
-        float *to = call->output + (token * call->num_heads + slice->head) * call->value_dim + slice->column;
-        memcpy(to, output, (size_t)slice->count * sizeof *to);
+        store_output(slice, token, output);
         int64_t save_slot = pagoda_save_slot(call->sequences, sequence, token);
         if (save_slot >= 0) write_slice(slice, save_slot);
         input = next;
