@@ -172,7 +172,7 @@ def ratios(phases: Sequence[Phase]) -> dict[str, float]:
     """
 
     def middle(name: str, field: str) -> float:
-        return median(getattr(phase, field) for phase in phases if phase.name == name)
+        return float(median(getattr(phase, field) for phase in phases if phase.name == name))
 
     times = ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms")
     result = {name: middle("both", name) / max(middle("clients", name), 0.01) for name in times}

@@ -39,5 +39,5 @@ def mtp_config(config: ModelConfig) -> ModelConfig:
         mixers=("attention",),
         recurrent=None,
         without_feed_forward=frozenset(),
-        wide_layers=frozenset(),
+        intermediate_sizes={},
     )
