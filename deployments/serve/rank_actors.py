@@ -19,8 +19,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from deployments.serve.cpu_priority import in_yielding_thread
 from engine.config import EngineConfig
 from engine.worker.ranks.rank_hosts import RankHosts
+from engine.worker.ranks.rank_listener import Invitation
 from engine.worker.ranks.rank_process import join
-from engine.worker.ranks.several_hosts import Invitation, SeveralHosts
+from engine.worker.ranks.several_hosts import SeveralHosts
 
 __all__ = ["hosts_of_ranks"]
 

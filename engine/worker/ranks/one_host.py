@@ -12,6 +12,7 @@ import tempfile
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from engine.errors import EngineDeadError
 from engine.worker.ranks.rank_hosts import Rank
 
 __all__ = ["OneHost"]
@@ -34,12 +35,23 @@ class OneHost:
 
     def start(self, size: int) -> list[Rank]:
         """Start the ranks in interpreters of their own, which do not import the user's ``__main__`` as spawn would."""
-        return [self._start(number) for number in range(1, size)]
+        ranks: list[Rank] = []
+        try:
+            for number in range(1, size):
+                ranks.append(self._start(number))
+        except OSError as error:
+            _end(ranks)
+            what = f"tensor-parallel rank {len(ranks) + 1} of {size} did not start ({error})"
+            raise EngineDeadError(f"{what}; raise the limits of processes, memory and open files") from error
+        except BaseException:  # Ctrl-C
+            _end(ranks)
+            raise
+        return ranks
 
     def _start(self, number: int) -> Rank:
         ours, theirs = socket.socketpair()
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_SECONDS, 0))
-        with theirs:
+        with ours, theirs:
             process = subprocess.Popen(
                 [
                     sys.executable,
@@ -55,8 +67,15 @@ class OneHost:
                 stdin=subprocess.DEVNULL,
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
             )
-        return Rank(number, process, Connection(ours.detach()))
+            return Rank(number, process, Connection(ours.detach()))
 
     def close(self) -> None:
         """Remove the directory."""
         shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _end(ranks: list[Rank]) -> None:
+    for rank in ranks:
+        rank.process.kill()
+        rank.process.wait()
+        rank.connection.close()

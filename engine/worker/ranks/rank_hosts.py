@@ -52,7 +52,7 @@ class RankHosts(Protocol):
         """Start ranks 1 to ``size`` - 1, and return them in order.
 
         Raises:
-            EngineDeadError: if one does not start.
+            EngineDeadError: if one does not start. None is left then.
         """
 
     def close(self) -> None:

@@ -24,8 +24,8 @@ import torch
 from engine.errors import PagodaError
 from engine.worker.device import default_num_threads
 from engine.worker.model_worker import ModelWorker
+from engine.worker.ranks.rank_listener import Invitation
 from engine.worker.ranks.remote_ranks import RankFailure
-from engine.worker.ranks.several_hosts import Invitation
 
 
 def main(number: int, fd: int, parent: int, directory: str) -> None:
@@ -45,7 +45,7 @@ def join(invitation: Invitation, host: str) -> None:
         host: this host's address, which the others reach.
 
     Raises:
-        OSError, AuthenticationError: as ``Invitation.accept``.
+        OSError, AssertionError, AuthenticationError: as ``Invitation.accept``.
     """
     connection = invitation.accept(host)
     watcher = threading.Thread(target=_end_with_connection, args=(connection.fileno(),), daemon=True)

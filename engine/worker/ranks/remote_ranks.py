@@ -69,7 +69,11 @@ class RemoteRanks:
         self._failure: PagodaError | None = None
         self._failed = threading.Event()
         self._closing = False
-        self._ranks = hosts.start(self._size)
+        try:
+            self._ranks = hosts.start(self._size)
+        except BaseException:
+            hosts.close()
+            raise
         self._watcher = threading.Thread(target=self._watch, name="engine-rank-watcher", daemon=True)
         self._watcher.start()
         with self.together():

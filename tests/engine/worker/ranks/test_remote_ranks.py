@@ -6,13 +6,16 @@ import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from engine.config import EngineConfig
 from engine.errors import EngineDeadError, ModelLoadError, PagodaError
 from engine.worker.ranks import remote_ranks
+from engine.worker.ranks.one_host import OneHost
 from engine.worker.ranks.rank_hosts import Rank
 from engine.worker.ranks.remote_ranks import RankFailure, RemoteRanks
 from tests.waiting import HANG_S, until
@@ -77,6 +80,25 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], IdleRanks
     yield start
     for ranks in started:
         ranks.close()
+
+
+def test_hosts_are_closed_if_a_rank_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks that have been started end, and the private directory of the engine is removed."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start_one(*_: Any, **__: Any) -> subprocess.Popen[bytes]:
+        if started:
+            raise BlockingIOError("Resource temporarily unavailable")
+        started.append(popen(["sleep", str(10 * HANG_S)]))
+        return started[-1]
+
+    popen = subprocess.Popen
+    hosts, config = OneHost(), EngineConfig(model="m", tensor_parallel_size=3)
+    monkeypatch.setattr(subprocess, "Popen", start_one)
+    with pytest.raises(EngineDeadError, match=r"rank 2 of 3 did not start \(Resource .*\); raise the limits"):
+        RemoteRanks(config, hosts, lambda: None)
+    assert started[0].wait(HANG_S) == -9
+    assert not Path(hosts.rendezvous).parent.exists()
 
 
 def test_a_death_is_the_cause_of_an_error_that_is_reported_before(start: Callable[[int], IdleRanks]) -> None:

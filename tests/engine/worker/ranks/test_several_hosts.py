@@ -7,9 +7,12 @@ import pickle
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
 
 import pytest
@@ -20,8 +23,9 @@ from engine.errors import ConfigError, EngineDeadError
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams
 from engine.worker.model_runner import ModelRunner
-from engine.worker.ranks import several_hosts
-from engine.worker.ranks.several_hosts import Invitation, SeveralHosts
+from engine.worker.ranks import rank_listener, several_hosts
+from engine.worker.ranks.rank_listener import Invitation, RankListener
+from engine.worker.ranks.several_hosts import SeveralHosts
 from tests.engine.worker.parallel_answers import OPTIONS, answer, check_equal
 from tests.waiting import HANG_S, until
 
@@ -116,6 +120,57 @@ def test_other_programs_are_not_admitted() -> None:
     finally:
         hosts.processes[1].kill()
         hosts.processes[1].wait()
+
+
+def test_programs_that_connect_and_send_nothing_delay_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_listener, "_HANDSHAKE_SECONDS", round(10 * HANG_S))
+    with RankListener(RANK_0) as listener, ThreadPoolExecutor(1) as rank:
+        invitation = listener.invite(7)
+        address = invitation.host, invitation.port
+        with socket.create_connection(address), socket.create_connection(address) as slow:
+            slow.sendall(b"\0\0")
+            connected = rank.submit(invitation.accept, "127.0.0.2")
+            admitted: list[tuple[int, str, Connection]] = []
+            until(lambda: admitted.extend(listener.take()) or admitted, "the rank is admitted")
+            ((number, host, connection),) = admitted
+            with connection, connected.result(HANG_S) as theirs:
+                assert (number, host) == (7, "127.0.0.2")
+                connection.send("a call")
+                assert theirs.recv() == "a call"
+
+
+def test_a_dead_rank_is_noticed_while_other_programs_connect() -> None:
+    ended = threading.Event()
+
+    class Besieged(Hosts):
+        def _start_process(self, invitation: Invitation) -> subprocess.Popen[bytes]:
+            threads.submit(self._connect, (invitation.host, invitation.port))
+            return subprocess.Popen(["false"])
+
+        def _connect(self, address: tuple[str, int]) -> None:
+            with suppress(OSError):  # rank 0 does not listen any more
+                while not ended.is_set():
+                    socket.create_connection(address).close()
+
+    with ThreadPoolExecutor(1) as threads:
+        try:
+            with pytest.raises(EngineDeadError, match="rank 1 of 2 ended before it connected"):
+                Besieged().start(2)
+        finally:
+            ended.set()
+
+
+def test_no_rank_is_left_if_another_cannot_be_started() -> None:
+    class Full(Hosts):
+        def _start_process(self, invitation: Invitation) -> subprocess.Popen[bytes]:
+            if self.processes:
+                raise RuntimeError("no room")
+            return super()._start_process(invitation)
+
+    hosts = Full()
+    with pytest.raises(RuntimeError, match="no room"):
+        hosts.start(3)
+    assert hosts.processes[1].wait(HANG_S) == -9
 
 
 def test_a_rank_believes_no_other_program() -> None:
