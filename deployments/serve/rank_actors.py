@@ -6,6 +6,7 @@ connection to the replica does, as the processes of ranks on one host.
 
 from __future__ import annotations
 
+import logging
 import subprocess
 from contextlib import suppress
 from functools import partial
@@ -24,6 +25,8 @@ from engine.worker.ranks.rank_process import join
 from engine.worker.ranks.several_hosts import SeveralHosts
 
 __all__ = ["hosts_of_ranks"]
+
+logger = logging.getLogger(__name__)
 
 _END_SECONDS = 10.0  # that Ray may take to end an actor
 
@@ -58,7 +61,11 @@ class _Rank:
     def join(self, config: EngineConfig, invitation: Invitation) -> None:
         """Be a rank of the engine, until this process ends."""
         host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        in_yielding_thread(config, partial(join, invitation, host))
+        try:
+            in_yielding_thread(config, partial(join, invitation, host))
+        except Exception:  # which Ray would not write to the log of this process
+            logger.exception("tensor-parallel rank %d cannot reach rank 0 at %s", invitation.number, invitation.host)
+            raise
 
 
 class _RankHandle:
@@ -69,11 +76,14 @@ class _RankHandle:
         self._running = running
 
     def kill(self) -> None:
-        with suppress(RayError, RuntimeError):  # Ray has been shut down, and the actor with it
-            ray.kill(self._actor)
+        if ray.is_initialized():  # else the actor has ended with Ray, which the call would start again
+            with suppress(RayError, RuntimeError):
+                ray.kill(self._actor)
 
     def wait(self, timeout: float | None = None) -> int | None:
         """Return None when the actor has ended, or has had time for it."""
+        if not ray.is_initialized():
+            return None
         with suppress(RayError, RuntimeError):
             done, _ = ray.wait([self._running], timeout=_END_SECONDS if timeout is None else timeout)
             if not done and timeout is not None:

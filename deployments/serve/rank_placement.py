@@ -32,7 +32,7 @@ def require_valid_placement(strategy: PlacementStrategy, engine: EngineConfig, c
         if getattr(engine, name):
             raise ConfigError(f"{value} may place ranks on several nodes, and engine.{name} needs one; leave one out")
     if engine.device == "cpu" and not cpus_per_rank:
-        raise ConfigError(f"{value} needs something to reserve for a rank; raise args.replicas.cpus_per_engine=0")
+        raise _empty_bundle(strategy)
 
 
 def require_room(strategy: PlacementStrategy, gpus: float, gpus_of_nodes: list[float]) -> None:
@@ -62,13 +62,22 @@ def placement_options(strategy: PlacementStrategy, num_ranks: int, cpus: float, 
         num_ranks: of the engine.
         cpus: of the engine, or of each rank if they have bundles of their own.
         gpus: of the engine.
+
+    Raises:
+        ConfigError: the ranks reserve nothing, because the cluster has no GPU.
     """
     if strategy == "STRICT_PACK":  # the ranks are processes of the replica
         return {"ray_actor_options": {"num_cpus": cpus, "num_gpus": gpus}}
     of_rank = {"CPU": cpus, "GPU": gpus / num_ranks}
     bundle = {name: number for name, number in of_rank.items() if number}
+    if not bundle:
+        raise _empty_bundle(strategy)
     return {
         "ray_actor_options": {"num_cpus": of_rank["CPU"], "num_gpus": of_rank["GPU"]},
         "placement_group_bundles": [bundle] * num_ranks,
         "placement_group_strategy": strategy,
     }
+
+
+def _empty_bundle(strategy: PlacementStrategy) -> ConfigError:
+    return ConfigError(f"{_KEY}={strategy} reserves CPUs or GPUs for a rank; raise args.replicas.cpus_per_engine=0")

@@ -55,14 +55,18 @@ class Capacity:
         return None if self.num_blocks is None else self.num_blocks * self.block_size
 
 
-def estimate_capacity(config: EngineConfig) -> Capacity:
+def estimate_capacity(config: EngineConfig, *, on_several_hosts: bool = False) -> Capacity:
     """Return the capacity of an engine that is started with these options on this machine.
+
+    Args:
+        config: options of the engine.
+        on_several_hosts: whether its ranks may run on other machines, so that this one needs one GPU.
 
     Raises:
         ConfigError: an option does not fit the model or the machine, or the KV cache holds no sequence.
         ModelLoadError: the checkpoint cannot be served.
     """
-    shard = ModelShard(config, 0)
+    shard = ModelShard(config, 0, is_alone=on_several_hosts)
     config = config.on_device(shard.device.type)
     known = Capacity(
         shard.model_config.architecture,

@@ -62,7 +62,7 @@ def describe(endpoint: Endpoint, config: AppConfig) -> Iterator[tuple[str, str]]
         return
     from engine.worker.capacity import estimate_capacity  # imports torch, which a mistake before need not wait for
 
-    capacity = estimate_capacity(config.engine_config)
+    capacity = estimate_capacity(config.engine_config, on_several_hosts=_on_several_hosts(config))
     yield from _engine(config, capacity)
     yield from _memory(config, capacity)
 
@@ -78,11 +78,17 @@ def _replicas(config: AppConfig) -> str:
 
 def _cpus(config: AppConfig) -> str:
     replicas, cpus = config.replicas, available_cpus()
-    bundles = 1 if replicas.placement_strategy == "STRICT_PACK" else config.engine_config.tensor_parallel_size
+    bundles = config.engine_config.tensor_parallel_size if _on_several_hosts(config) else 1
     wanted = replicas.num_engine_replicas * bundles * replicas.cpus_per_engine
     wanted += replicas.num_ingress_replicas * replicas.cpus_per_ingress
+    if _on_several_hosts(config):
+        return f"Ray reserves {wanted:g} of all nodes, {replicas.cpus_per_engine:g} for each rank"
     text = f"Ray reserves {wanted:g} of {cpus} on this machine"
     return text if wanted <= cpus else f"{text}: some replicas would wait for room; lower replicas.cpus_per_engine"
+
+
+def _on_several_hosts(config: AppConfig) -> bool:
+    return config.replicas.placement_strategy != "STRICT_PACK"
 
 
 def _engine(config: AppConfig, capacity: Capacity) -> Iterator[tuple[str, str]]:

@@ -13,7 +13,7 @@ import socket
 import struct
 import threading
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from queue import SimpleQueue
@@ -38,7 +38,7 @@ class Invitation:
     number: int  # of the rank
     host: str  # rank 0's
     port: int
-    secret: bytes
+    secret: bytes = field(repr=False)
 
     def accept(self, own_host: str) -> Connection:
         """Connect to rank 0, and tell it on which host this rank is.

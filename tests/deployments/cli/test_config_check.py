@@ -6,11 +6,13 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from deployments.cli.serving.check import check_file, describe
 from deployments.config import checkout_root
 from deployments.launcher.preflight import check_document, read_document
 from engine.errors import ConfigError
+from engine.worker import model_shard
 from tests.deployments.cli.terminal import run, unwrapped
 
 SHIPPED = checkout_root() / "serve_config.yaml"
@@ -63,7 +65,17 @@ def test_replicas_for_which_the_machine_has_no_room() -> None:
 def test_ranks_with_bundles_of_their_own_reserve_cpus_each() -> None:
     replicas = {"num_engine_replicas": 3, "cpus_per_engine": 2, "cpus_per_ingress": 0, "placement_strategy": "PACK"}
     facts = _facts(replicas=replicas, engine={"tensor_parallel_size": 4, "device": "cpu"})
-    assert facts["CPUs"].startswith("Ray reserves 24 of ")
+    assert facts["CPUs"] == "Ray reserves 24 of all nodes, 2 for each rank"
+
+
+@pytest.mark.parametrize(("strategy", "rank"), [("STRICT_PACK", 0), ("SPREAD", None)])
+def test_ranks_on_other_nodes_need_no_gpu_here(
+    strategy: str, rank: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int | None] = []
+    monkeypatch.setattr(model_shard, "resolve_device", lambda _, rank: asked.append(rank) or torch.device("cpu"))
+    _facts(replicas={"placement_strategy": strategy}, engine={"tensor_parallel_size": 4})
+    assert asked == [rank]
 
 
 def test_autoscaling_and_a_cache_on_the_host() -> None:

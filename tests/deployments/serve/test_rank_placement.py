@@ -27,6 +27,10 @@ def test_each_rank_has_a_bundle(strategy: Any) -> None:
     assert options["ray_actor_options"] == {"num_cpus": 8.0, "num_gpus": 1.0}
     on_cpus = placement_options(strategy, 2, 1.0, 0.0)
     assert on_cpus["placement_group_bundles"] == [{"CPU": 1.0}] * 2
+    with pytest.raises(
+        ConfigError, match=rf"{strategy} reserves CPUs or GPUs .*; raise args.replicas.cpus_per_engine=0"
+    ):
+        placement_options(strategy, 2, 0.0, 0.0)  # device: auto, and the cluster has no GPU
 
 
 @pytest.mark.parametrize(
@@ -39,7 +43,11 @@ def test_each_rank_has_a_bundle(strategy: Any) -> None:
             {},
             "several nodes, and engine.disk_cache_path needs one",
         ),
-        ({"tensor_parallel_size": 2, "device": "cpu"}, {"cpus_per_engine": 0}, "raise args.replicas.cpus_per_engine=0"),
+        (
+            {"tensor_parallel_size": 2, "device": "cpu"},
+            {"cpus_per_engine": 0},
+            "reserves .*; raise args.replicas.cpus_per_engine=0",
+        ),
     ],
 )
 def test_what_does_not_fit_a_placement(engine: dict[str, Any], replicas: dict[str, Any], message: str) -> None:
