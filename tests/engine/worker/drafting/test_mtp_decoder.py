@@ -28,6 +28,7 @@ from kernels.attention.select import select_backend
 from kernels.cpu.library import library
 from tests.engine.conftest import SavedModel
 from tests.engine.models.decoder.latent.latent_families import save_latent_model
+from tests.engine.models.gguf import converted
 from tests.engine.models.mtp.mtp_families import MTP_FAMILIES, MtpOracle
 from tests.engine.models.test_speculative_generation import DraftCounter
 from tests.engine.observability.test_metrics import RecordingSink
@@ -87,6 +88,12 @@ def test_a_checkpoint_with_two_layers(mimo: str, tmp_path: Path) -> None:
 def test_modules_of_transformers(mimo: str, qwen3: SavedModel) -> None:
     expected = "needs our own decoder, and transformers' modules compute 'Qwen3ForCausalLM'"
     assert refusal(qwen3.path, model_impl="transformers") == expected
+
+
+def test_gguf_files(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    converted.write_gguf(converted.build_model("qwen2"), "qwen2", path)
+    assert refusal(str(path)) == "needs a checkpoint of safetensors, and the model is a GGUF file"
 
 
 def test_gpus(mimo: str) -> None:
