@@ -304,7 +304,7 @@ def make_engine(
         default_sampling={},
         free_tokens=free_tokens,
         num_slots=num_slots,
-        num_snapshots=max(num_slots // 3, num_slots - min(config.max_num_seqs, config.max_num_batched_tokens)),
+        num_snapshots=max(num_slots // 3, num_slots - min(config.max_num_seqs, config.tokens_per_step)),
         snapshot_interval=snapshot_interval,
         windows=windows,
         num_host_window_pages=num_host_window_pages,

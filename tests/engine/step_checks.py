@@ -56,7 +56,7 @@ class StepChecks:
 
     def _check_no_starvation(self, output: SchedulerOutput) -> None:
         """Assert that every running sequence computes a token, unless it waits for others of its own request."""
-        assert output.num_tokens <= self._engine.config.max_num_batched_tokens, "the budget is exceeded"
+        assert output.num_tokens <= self._engine.config.tokens_per_step, "the budget is exceeded"
         limit = self._engine.config.long_prefill_threshold or output.num_tokens
         assert max(output.num_new_tokens, default=0) <= limit, "a prefill is longer than the threshold"
         computing = set(output.sequences)
