@@ -10,7 +10,7 @@ from kernels.cpu.library import library, require
 from kernels.dequant.gguf_types import GGUF_TYPES, GgufType
 from kernels.dequant.scale_tables import scale_table
 
-__all__ = ["is_gguf_finite", "largest_octet", "pack_stored"]
+__all__ = ["is_gguf_finite", "largest_magnitude", "largest_octet", "pack_stored"]
 
 _LAYOUTS = {"bytes": 0, "signed bytes": 1, "nibbles": 2, "high nibbles": 3}
 _NUMBERS = {kind.name: number for number, kind in GGUF_TYPES.items()}
@@ -82,6 +82,25 @@ def largest_octet(octets: torch.Tensor, mask: int) -> int:
     if octets.device.type == "cpu" and (loaded := library()) is not None:
         return int(loaded.pagoda_largest_octet(octets.data_ptr(), octets.numel(), mask))
     return int((octets & mask).max()) if octets.numel() else 0
+
+
+def largest_magnitude(floats: torch.Tensor) -> float:
+    """Return the largest absolute value, NaN if there is one; 0 of none.
+
+    Threads that read weights do not divide this among others, as torch does.
+
+    Args:
+        floats: float16, bfloat16 or float32 [num_rows, any], maybe one row for all; or [any].
+    """
+    if floats.dim() == 2 and floats.stride(0) == 0:
+        floats = floats[:1]
+    if not floats.numel():
+        return 0.0
+    if floats.device.type != "cpu" or not floats.is_contiguous() or (loaded := library()) is None:
+        return float(floats.abs().max())
+    has_16_bits = floats.itemsize == 2
+    bits = loaded.pagoda_largest_magnitude(floats.data_ptr(), floats.numel(), has_16_bits)
+    return float(torch.tensor(bits, dtype=torch.int16 if has_16_bits else torch.int32).view(floats.dtype))
 
 
 def is_gguf_finite(octets: torch.Tensor, gguf_type: GgufType) -> bool:

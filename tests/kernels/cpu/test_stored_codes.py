@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kernels.coded_weight import CodedMatrix, CodedWeight, CodeFormat, Section, StoredLayout
 from kernels.cpu.coded_linear import CodedLinear
-from kernels.cpu.stored_codes import is_gguf_finite, largest_octet
+from kernels.cpu.stored_codes import is_gguf_finite, largest_magnitude, largest_octet
 from kernels.dequant.gguf import FORMATS as GGUF_FORMATS
 from kernels.dequant.gguf_types import GGUF_TYPES
 from kernels.dequant.stored import unpacked
@@ -121,3 +121,15 @@ def test_the_largest_octet(count: int) -> None:
     octets = torch.randint(0, 256, (count,), dtype=torch.uint8)
     for mask in (0x7F, 0xFF):
         assert largest_octet(octets, mask) == max((octet & mask for octet in octets.tolist()), default=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_the_largest_magnitude(dtype: torch.dtype) -> None:
+    assert largest_magnitude(torch.empty(0, 3, dtype=dtype)) == 0
+    for count in (1, 15, 4097):
+        numbers = torch.randn(count).to(dtype)
+        assert largest_magnitude(numbers) == float(numbers.abs().max())
+        assert largest_magnitude(numbers.expand(3, -1)) == largest_magnitude(numbers)
+        for special in (-torch.inf, torch.nan, -torch.finfo(dtype).max):
+            numbers[count // 2] = special
+            assert str(largest_magnitude(numbers)) == str(float(numbers.abs().max()))

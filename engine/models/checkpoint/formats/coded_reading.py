@@ -15,7 +15,7 @@ from engine.models.checkpoint.own_memory import own_memory
 from engine.models.checkpoint.packed_weight import MatrixParts, PackedWeight, Scratch, row_blocks
 from engine.models.checkpoint.sharding import Shard
 from kernels.coded_weight import BLOCK_INPUTS, SMALLEST_NOT_FINITE, CodedMatrix, CodedWeight, CodeFormat
-from kernels.cpu.stored_codes import largest_octet
+from kernels.cpu.stored_codes import largest_magnitude, largest_octet
 from kernels.dequant.scale_tables import scale_table
 from kernels.dequant.stored import unpacked
 
@@ -147,7 +147,7 @@ def _are_scales_finite(matrix: CodedMatrix) -> bool:
 
 
 def _is_bounded(factors: torch.Tensor) -> bool:
-    return not factors.numel() or bool(factors.abs().max() < _LARGE)  # not if one is NaN
+    return largest_magnitude(factors) < _LARGE  # not if one is NaN
 
 
 def _require_finite(weight: PackedWeight, block: CodedMatrix) -> None:
@@ -159,7 +159,7 @@ def _require_finite(weight: PackedWeight, block: CodedMatrix) -> None:
         )
     for factors in (block.outer_scales, block.outer_minima, block.output_scales):
         if factors is not None and not _is_bounded(factors):
-            largest = float(factors.float().abs().max())
+            largest = largest_magnitude(factors)
             raise ModelLoadError(
                 f"'{weight.name}' of '{weight.path}' ({weight.format}) has a scale of {largest:.3g}, which is not "
                 "finite, or is too large for codes; download the file again, or set quantization to 'dequantize'"

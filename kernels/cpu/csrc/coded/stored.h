@@ -39,6 +39,9 @@ void pagoda_pack_stored(uint8_t *panels, const pagoda_code_format *format, const
 /* The largest of bytes, of which the bits of `mask` count. */
 int32_t pagoda_largest_octet(const uint8_t *octets, int64_t count, int32_t mask);
 
+/* The largest bits, but for their signs, of floats of 16 or 32 bits: those of the largest one, or of a NaN. 0 of none. */
+int32_t pagoda_largest_magnitude(const void *floats, int64_t count, int32_t has_16_bits);
+
 /* Whether the scales and minima of GGUF's blocks are finite in float32, and far enough below the largest number that all
  * products with codes are. */
 int32_t pagoda_gguf_is_finite(const uint8_t *blocks, int64_t num_blocks, int32_t type);

@@ -14,6 +14,22 @@ int32_t pagoda_largest_octet(const uint8_t *octets, int64_t count, int32_t mask)
     return largest;
 }
 
+int32_t pagoda_largest_magnitude(const void *floats, int64_t count, int32_t has_16_bits) {
+    const uint16_t *halves = floats;
+    const uint32_t *words = floats;
+    uint16_t largest_half = 0;
+    uint32_t largest_word = 0;
+    for (int64_t i = 0; i < count && has_16_bits; i++) {
+        const uint16_t own = halves[i] & 0x7fff;
+        largest_half = own > largest_half ? own : largest_half;
+    }
+    for (int64_t i = 0; i < count && !has_16_bits; i++) {
+        const uint32_t own = words[i] & 0x7fffffff;
+        largest_word = own > largest_word ? own : largest_word;
+    }
+    return has_16_bits ? largest_half : (int32_t)largest_word;
+}
+
 /* Whether the float16 at byte `at` of each block is finite, and the one after it where there are two. */
 INLINE bool have_finite_halves(const uint8_t *block, int64_t num_blocks, int block_bytes, int at, bool has_two) {
     int are_infinite = 0;
