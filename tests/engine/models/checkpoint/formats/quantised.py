@@ -21,6 +21,7 @@ from engine.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from engine.models.checkpoint.sharding import Shard
 from engine.sampling_params import SamplingParams
 from kernels.coded_weight import decode
+from kernels.cpu.library import library
 from kernels.dequant.stored import unpacked
 from tests.engine.checkpoints import build_model, save_checkpoint
 from tests.engine.models.adapter.greedy_answers import oracle
@@ -169,7 +170,8 @@ def check_codes(checkpoint: Checkpoint, name: str, values: torch.Tensor, error: 
         )
         assert matrix.format == form
         assert ((decode(unpacked(matrix)) - expected).abs() <= allowed).all(), (name, shard)
-        assert torch.equal(packed_words(matrix), packed_words(unpacked(matrix))), (name, shard)
+        if library() is not None:
+            assert torch.equal(packed_words(matrix), packed_words(unpacked(matrix))), (name, shard)
 
 
 def check_tokens(quantised: Quantised, **options: Any) -> None:
