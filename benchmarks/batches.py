@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from time import perf_counter, process_time, sleep
+from time import perf_counter, process_time, sleep, time_ns
 from typing import Any
 
 import numpy as np
@@ -61,9 +61,9 @@ def _bodies(seed: int) -> Iterator[dict[str, Any]]:
 
 
 async def _clients(url: str, number: int, seconds: float) -> list[Outcome]:
-    """Run clients for a time; answers that have begun are read to their end."""
+    """Run clients with prompts that no cache has for a time; answers that have begun are read to their end."""
     outcomes: list[Outcome] = []
-    bodies, end = _bodies(1), perf_counter() + seconds
+    bodies, end = _bodies(time_ns()), perf_counter() + seconds
 
     async def client(target: HttpTarget) -> None:
         while perf_counter() < end:

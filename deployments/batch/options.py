@@ -22,7 +22,7 @@ class BatchOptions:
         max_line_bytes: a longer line gets an error.
         file_ttl_s: for which files are kept, unless the client asks for a shorter or longer time, and batches that
             have ended.
-        max_slowdown: how many times longer the requests of batches may make a step of an engine for other requests.
+        max_slowdown: how many times longer batches may make the 99th percentile of the times between others' tokens.
     """
 
     directory: Path

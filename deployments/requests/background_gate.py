@@ -1,14 +1,15 @@
 """BackgroundGate: when requests of the lowest priority, those of batches, may run, and on which replicas.
 
-On a replica that serves nothing else they take up to three quarters of the slots of its batch. Beside other requests
-they may only use what those do not feel:
+On a replica that serves nothing else they take up to three quarters of the slots of its batch. Beside other requests:
 
-- as many decode as lengthen a step to at most ``max_slowdown`` of what it takes without them, by the replica's own
-  measure of its steps (StepCosts). Those in excess are paused: aborted in the engine, and sent again later with the
-  tokens that they have.
-- one that starts adds its prompt to a step. If that takes longer than the slowdown allows, the next one waits until the
-  longer steps are at most one in ``_STEPS_PER_START``: fewer than the one in 100 that a 99th percentile is about. Where
-  the prompts of others make more steps as long as that anyway, prompts may take half of the allowed time instead.
+- as many decode as lengthen a step so little that the 99th percentile of the times between others' tokens, which the
+  ingress follows (GapTail), grows to at most ``max_slowdown`` of what it is without them, by the replica's own measure
+  of its steps (StepCosts); and so little that a step is at most half as long again. Until the percentile is known, the
+  step itself takes its place. Those in excess are paused: aborted in the engine, and sent again later with the tokens
+  that they have.
+- one that starts adds its prompt to a step. Prompts that lengthen a step as little come one after the other. Longer
+  ones take a small share of the time, if a step with one is no longer than that percentile; else they come every
+  ``_STEPS_PER_START`` steps, which is fewer than the one in 100 that the percentile is about.
 - they leave a quarter of the KV blocks free.
 
 The requests of this ingress are known at once, those of the others once a second (``num_elsewhere``). It holds no
@@ -18,8 +19,9 @@ connection and knows neither batches nor HTTP.
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import inf, log
+from math import inf
 
+from deployments.requests.gap_tail import GapTail
 from deployments.routing.cluster_view import ClusterView
 from deployments.transport.request_channel.dispatch import Dispatch
 from engine.observability.load import EngineLoad
@@ -32,8 +34,8 @@ MAX_SLOWDOWN = 1.1
 _STEPS_PER_START = 200
 _MIN_FREE_BLOCKS = 0.25
 _HOLD_S = 1.0  # a replica counts as used by others for so long after their last request has ended
-_HALF_LIFE_S = 2.0  # of the prompts of others
-_SIMILAR = 1.25  # times the mean prompt of others: a step that is as long as theirs
+_MOST_ADDED = 0.5  # to a step, of its length, unless ``max_slowdown`` allows more
+_PROMPT_SHARE = 0.25  # of what ``max_slowdown`` adds: 0.025 of the time
 
 
 class _Replica:
@@ -43,25 +45,7 @@ class _Replica:
         self.running: dict[Dispatch, None] = {}  # of the background, the one that was sent first first
         self.used_until = -inf  # by other requests
         self.next_start = -inf  # beside them
-        self._num_prompts = self._num_tokens = 0.0  # of other requests, decayed to ...
-        self._decayed_at = -inf
-
-    def add_prompt(self, num_tokens: int, now: float) -> None:
-        """Count the prompt of another request; ``num_tokens`` are not cached."""
-        self._decay(now)
-        self._num_prompts += 1
-        self._num_tokens += num_tokens
-
-    def prompts(self, now: float) -> tuple[float, float]:
-        """Return the mean tokens of the prompts of other requests, and how many tokens of them come in a second."""
-        self._decay(now)
-        mean = self._num_tokens / self._num_prompts if self._num_prompts else 0.0
-        return mean, self._num_tokens * log(2) / _HALF_LIFE_S
-
-    def _decay(self, now: float) -> None:
-        factor = 0.5 ** ((now - self._decayed_at) / _HALF_LIFE_S)
-        self._num_prompts, self._num_tokens = factor * self._num_prompts, factor * self._num_tokens
-        self._decayed_at = now
+        self.gaps = GapTail()  # of other requests
 
 
 class BackgroundGate:
@@ -71,7 +55,7 @@ class BackgroundGate:
         view: the replicas' loads.
         max_per_replica: background requests at one replica.
         clock: returns seconds of the event loop.
-        max_slowdown: how many times longer a step with other requests may become, at least 1.
+        max_slowdown: how many times longer the 99th percentile of the times between others' tokens may become, from 1.
 
     Attributes:
         num_elsewhere: unfinished other requests at the other ingresses.
@@ -85,7 +69,9 @@ class BackgroundGate:
         max_slowdown: float = MAX_SLOWDOWN,
     ) -> None:
         self.num_elsewhere = 0
-        self._slack = max_slowdown - 1
+        self._slack = 1 - 1 / max_slowdown  # of gaps that are measured with background requests
+        self._most_added = max(_MOST_ADDED, max_slowdown - 1)
+        self._prompt_share = _PROMPT_SHARE * (max_slowdown - 1)
         self._view = view
         self._max_per_replica = max_per_replica
         self._clock = clock
@@ -108,16 +94,15 @@ class BackgroundGate:
         report = self._report(dispatch.replica)
         if report is not None and (num_used := self._num_used(replica, num_others)):
             step_s, prefill_s = self._step_s(report, num_used), self._prefill_s(report, dispatch)
-            if prefill_s > self._slack * step_s:
-                replica.next_start = self._clock() + self._interval_s(replica, dispatch, step_s, prefill_s)
+            replica.next_start = self._clock() + self._interval_s(replica, step_s, prefill_s)
 
-    def other_sent(self, dispatch: Dispatch) -> None:
-        """Count another request of this ingress that was sent."""
-        if (replica := self._replicas.get(dispatch.replica)) is None:
+    def gaps_of(self, name: str) -> GapTail:
+        """Return what follows the times between the tokens of other requests at a replica."""
+        if (replica := self._replicas.get(name)) is None:
             known = self._view.replicas
             self._replicas = {name: one for name, one in self._replicas.items() if one.running or name in known}
-            self._replicas[dispatch.replica] = replica = _Replica()
-        replica.add_prompt(dispatch.num_uncached_tokens, self._clock())
+            self._replicas[name] = replica = _Replica()
+        return replica.gaps
 
     def ended(self, dispatch: Dispatch) -> None:
         """Forget a background request, in whatever state."""
@@ -161,7 +146,7 @@ class BackgroundGate:
         context = report.num_decoding_tokens / report.num_decoding if report.num_decoding else 0.0
         added_s = costs.sequence_s + costs.kv_token_s * context
         step_s = self._step_s(report, num_used)
-        return min(self._max_per_replica, int(self._slack * step_s / added_s)) if added_s > 0 else 0
+        return min(self._max_per_replica, int(self._slack_s(replica, step_s) / added_s)) if added_s > 0 else 0
 
     def _num_used(self, replica: _Replica, num_others: int) -> int:
         """Return the number of other requests at a replica, of all ingresses; 0 if there have been none for a while."""
@@ -171,13 +156,18 @@ class BackgroundGate:
             replica.used_until = now + _HOLD_S
         return max(number, int(now < replica.used_until))
 
-    def _interval_s(self, replica: _Replica, dispatch: Dispatch, step_s: float, prefill_s: float) -> float:
-        """Return the seconds until the next background request may start after one with a long prompt."""
-        rare_s = _STEPS_PER_START * max(step_s, prefill_s / 2)
-        mean, tokens_per_s = replica.prompts(self._clock())
-        token_s, share = prefill_s / dispatch.num_uncached_tokens, self._slack / 2
-        is_similar = dispatch.num_uncached_tokens <= _SIMILAR * mean and token_s * tokens_per_s >= share
-        return min(rare_s, prefill_s / share) if share and is_similar else rare_s
+    def _interval_s(self, replica: _Replica, step_s: float, prefill_s: float) -> float:
+        """Return the seconds until another background request may start after one with this prompt."""
+        slack_s = self._slack_s(replica, step_s)
+        if prefill_s <= slack_s:
+            return step_s * prefill_s / slack_s if slack_s else 0.0
+        if step_s + prefill_s <= replica.gaps.seconds and self._prompt_share:
+            return prefill_s / self._prompt_share
+        return _STEPS_PER_START * max(step_s, prefill_s / 2)
+
+    def _slack_s(self, replica: _Replica, step_s: float) -> float:
+        """Return the seconds by which background requests may lengthen a step of other requests."""
+        return min(self._slack * max(step_s, replica.gaps.seconds), self._most_added * step_s)
 
     def _report(self, name: str) -> EngineLoad | None:
         with self._view.routing.lock:

@@ -60,7 +60,7 @@ class Dispatcher:
         request_timeout_s: seconds that a request may take from its arrival to its last token; one of a batch, from
             when it is sent.
         max_background: requests of batches at one replica, at most.
-        max_background_slowdown: how many times longer they may make the steps of other requests.
+        max_background_slowdown: ``max_slowdown`` of BackgroundGate.
         kv_replication: tokens of an answer after which a neighbour copies its KV; None: never.
     """
 
@@ -202,7 +202,7 @@ class Dispatcher:
                 dispatch.deadline = self._loop.time() + self.request_timeout_s
                 self.background.sent(dispatch, num_others)
             else:
-                self.background.other_sent(dispatch)
+                dispatch.on_gap = self.background.gaps_of(dispatch.replica).add
                 self._pause_excess(dispatch.replica)
         return True
 

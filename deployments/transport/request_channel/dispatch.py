@@ -11,7 +11,7 @@ monotonic clock. What the engine measures comes as durations, since the clocks o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from time import monotonic
@@ -54,6 +54,7 @@ class Dispatch:
         num_cached_tokens: prompt tokens found in the replica's prefix cache.
         timing: what the engine measured.
         error: the type of the error that ended the attempt.
+        on_gap: called with the seconds between two arrivals of tokens.
         is_handed_over: its replica has ended it so that another one continues it.
     """
 
@@ -82,6 +83,7 @@ class Dispatch:
     timing: RequestTiming | None = None
     error: str = ""
     is_handed_over: bool = False
+    on_gap: Callable[[float], None] | None = None
 
     _outputs: list[EngineOutput] = field(init=False, default_factory=list)
     _token_ids: list[int] = field(init=False, default_factory=list)  # after ``_outputs``
@@ -196,6 +198,8 @@ class Dispatch:
             decode_s = output.timing.decode_s if output.timing is not None else 0.0
             self.first_token = max(self.started, now - decode_s)
             self.num_cached_tokens = output.num_cached_tokens
+        elif self.on_gap is not None and self.last_token is not None:
+            self.on_gap(now - self.last_token)
         self.last_token = now
         self.num_tokens += len(output.token_ids)
 
