@@ -140,10 +140,8 @@ class AutoscalingOptions(_Options):
     def require_order(self, number: int) -> None:
         """Raise ConfigError unless the number of engines at the start lies between the bounds."""
         if self.max_replicas is not None and not self.min_replicas <= number <= self.max_replicas:
-            raise ConfigError(
-                f"args.replicas.num_engine_replicas={number} must lie between args.autoscaling.min_replicas="
-                f"{self.min_replicas} and max_replicas={self.max_replicas}"
-            )
+            bounds = f"args.autoscaling.min_replicas={self.min_replicas} and max_replicas={self.max_replicas}"
+            raise ConfigError(f"args.replicas.num_engine_replicas={number} must lie between {bounds}")
 
 
 class PoolingOptions(_Options):
