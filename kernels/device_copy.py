@@ -14,7 +14,15 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-__all__ = ["host_words", "start_to_host", "to_device", "to_device_together", "use_device", "wait_for_device"]
+__all__ = [
+    "host_words",
+    "start_to_host",
+    "timing_event",
+    "to_device",
+    "to_device_together",
+    "use_device",
+    "wait_for_device",
+]
 
 _WORD_BYTES = 8  # of the widest dtype that is copied together with others
 
@@ -61,6 +69,11 @@ def to_device_together(arrays: Sequence[npt.NDArray[Any]], device: torch.device)
 def start_to_host(tensor: torch.Tensor) -> torch.Tensor:
     """Start to copy a tensor to the host; the result may be read after ``wait_for_device``. On a CPU: the same one."""
     return tensor.to("cpu", non_blocking=True)  # torch allocates pinned memory for such a copy
+
+
+def timing_event() -> torch.cuda.Event:
+    """Return an event with a time, for which the host waits asleep: else the wait would take a whole core."""
+    return torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
 
 
 def wait_for_device(device: torch.device, event: torch.cuda.Event | None = None) -> None:

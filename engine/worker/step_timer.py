@@ -7,6 +7,7 @@ from time import perf_counter
 import torch
 
 from engine.scheduling.scheduler_output import StepTimes
+from kernels.device_copy import timing_event
 
 __all__ = ["StepTimer"]
 
@@ -21,7 +22,7 @@ class StepTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._events = [_timing_event() for _ in range(3)] if device.type == "cuda" else None
+        self._events = [timing_event() for _ in range(3)] if device.type == "cuda" else None
         self._started = perf_counter()
         self._record(0)
 
@@ -58,7 +59,3 @@ class StepTimer:
     def _record(self, index: int) -> None:
         if self._events is not None:
             self._events[index].record(torch.cuda.current_stream(self._device))
-
-
-def _timing_event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -121,6 +121,7 @@ def _streams(machine: Machine) -> dict[str, Any]:
 
         def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
             self._is_timed = enable_timing
+            self._wait = "Event.synchronize" if blocking else "Event.synchronize, which spins"
             self._device: int | None = None
             self._time = 0.0
             self._num_copies = 0
@@ -136,7 +137,7 @@ def _streams(machine: Machine) -> dict[str, Any]:
         def synchronize(self) -> None:
             if self._device is None:
                 return  # as CUDA does: an event that was never recorded is complete
-            machine.wait_for_event("Event.synchronize", self._device, self._time, self._num_copies)
+            machine.wait_for_event(self._wait, self._device, self._time, self._num_copies)
 
         def wait(self, stream: Any = None) -> None:
             pass

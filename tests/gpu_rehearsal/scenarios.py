@@ -128,6 +128,7 @@ class Seen:
 
     steps: Counter[str] = field(default_factory=Counter)
     waits: Counter[int] = field(default_factory=Counter)  # steps by the number of their waits
+    kinds_of_waits: set[str] = field(default_factory=set)
 
     def note(self, output: SchedulerOutput) -> None:
         counts = set(output.num_new_tokens)
@@ -155,6 +156,7 @@ def watch(engine: Engine, machine: Machine) -> Seen:
         seen.note(output)
         sampled = run(output, *args)
         seen.waits[len(machine.waits)] += 1
+        seen.kinds_of_waits |= {wait.kind for wait in machine.waits}
         return sampled
 
     engine.runner.run = watched  # type: ignore[method-assign]

@@ -31,6 +31,7 @@ def test_a_scenario(name: str, cpu_answers: dict[str, object], gpu: Rehearsal) -
     outputs = generate(llm, scenario)
     assert not KINDS[name] - set(seen.steps), f"the scenario made only {seen.steps}"
     assert max(seen.waits) == scenario.max_waits
+    assert seen.kinds_of_waits == {"Event.synchronize"}  # none that spins
     assert answers(outputs) == cpu_answers[name]
     gpu.machine.check()
 

@@ -26,7 +26,7 @@ from engine.worker.drafting.chunked_draft_model import Chunk, ChunkedDraftModel,
 from engine.worker.drafting.draft_decoder import DraftDecoder
 from engine.worker.drafting.draft_passes import DraftPasses, PassTokens
 from engine.worker.drafting.prefix_marks import HostPrefixMarks
-from kernels.device_copy import start_to_host, use_device, wait_for_device
+from kernels.device_copy import start_to_host, timing_event, use_device, wait_for_device
 
 __all__ = ["GpuDraftModel"]
 
@@ -209,7 +209,7 @@ class _PassClock:
         self._num_tokens: list[int] = []
 
     def _event(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = timing_event()
         event.record(torch.cuda.current_stream(self._device))
         return event
 
