@@ -16,7 +16,15 @@ import torch
 from engine.sequence import Sequence
 from kernels.device_copy import to_device
 
-__all__ = ["TokenRows"]
+__all__ = ["TokenRows", "bytes_of_histories"]
+
+_GROWTH = 1.25  # of the memory for rows, so that they are seldom copied
+
+
+def bytes_of_histories(num_sequences: int, vocab_size: int) -> int:
+    """Return the most bytes of the rows of sequences that have every penalty, between two steps."""
+    bytes_per_token = torch.bool.itemsize + torch.int32.itemsize  # whether and how often each sequence has it
+    return max(num_sequences, int(_GROWTH * num_sequences)) * vocab_size * bytes_per_token
 
 
 class TokenRows:
@@ -106,8 +114,8 @@ class TokenRows:
             flat.scatter_add_(0, positions, torch.ones_like(positions, dtype=self._memory.dtype))
 
     def _reserve(self, num_rows: int) -> None:
-        """Grow to ``num_rows``, at least doubling, so that rows are seldom copied."""
+        """Grow to ``num_rows`` at least."""
         old = self._memory
         if num_rows > len(old):
-            self._memory = old.new_zeros(max(num_rows, 2 * len(old)), old.shape[1])
+            self._memory = old.new_zeros(max(num_rows, int(_GROWTH * len(old))), old.shape[1])
             self._memory[: len(self.sequences)] = old[: len(self.sequences)]

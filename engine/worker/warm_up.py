@@ -9,6 +9,7 @@ import torch
 
 from engine.kv.kv_cache import KVCache
 from engine.sampling.sampler import Sampler
+from engine.sampling.token_rows import bytes_of_histories
 from engine.worker.drafting.draft_decoder import DraftDecoder
 from engine.worker.model_shard import PROMPT_LOGITS_AT_ONCE, ModelShard
 from engine.worker.step_plan import ModelInput
@@ -43,7 +44,10 @@ class WarmUp:
                 draft.forward(step, part)
 
     def run_largest_step(self) -> None:
-        """Run and sample the largest step once, so that torch records the peak of memory that it takes."""
+        """Run and sample the largest step once, so that torch records the peak of memory that it takes.
+
+        The histories of sequences with penalties outlive a step: their memory is taken meanwhile.
+        """
         shard = self._shard
         model_input = largest_step(
             shard.config,
@@ -55,6 +59,7 @@ class WarmUp:
         sampler = Sampler(shard.model_config.vocab_size, shard.device)
 
         torch.cuda.reset_peak_memory_stats(shard.device)
+        histories = self._memory_of_histories(len(model_input.logit_indices))
         cache = shard.make_cache()
         hidden = shard.forward(_with_windows(model_input, cache), cache)
         compute_logprobs = partial(sampler.warm_up_prompt_logprobs, max_logprobs=shard.config.max_logprobs)
@@ -67,9 +72,16 @@ class WarmUp:
         del hidden
         if shard.draft is not None:
             self._run_largest_pass(shard.draft)
+        del histories
         token_ids = torch.full((1,), -1, device=shard.device)
         state_slots = token_ids.int() if shard.page_sizes.slot else None
         take_pending_tokens(token_ids, torch.zeros_like(token_ids), state_slots)
+
+    def _memory_of_histories(self, num_sampled: int) -> torch.Tensor:
+        """Return memory as large as the histories of the sequences that sample; rank 0 has them."""
+        num_sequences = min(self._shard.config.max_num_seqs, num_sampled) if self._shard.rank == 0 else 0
+        num_bytes = bytes_of_histories(num_sequences, self._shard.model_config.vocab_size)
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._shard.device)
 
     def _run_largest_pass(self, draft: DraftDecoder) -> None:
         """Run and sample the largest pass of the draft model, whose peak of memory may be higher."""

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
+import torch
 
 from engine.errors import ConfigError
+from engine.sampling.token_rows import bytes_of_histories
+from engine.worker.model_shard import ModelShard
+from tests.gpu_rehearsal.device_tensor import DeviceTensor
 from tests.gpu_rehearsal.rehearsal import Rehearsal
-from tests.gpu_rehearsal.scenarios import SCENARIOS, answers, generate, watch
+from tests.gpu_rehearsal.scenarios import SCENARIOS, VOCAB_SIZE, answers, generate, watch
 
 KINDS = {
     "every parameter": {"prefill", "mixed", "decode", "a grammar", "beams", "block_copies", "prompt log-probabilities"},
@@ -62,6 +67,21 @@ def test_the_size_of_the_cache_is_measured(gpu: Rehearsal) -> None:
     assert 0 < llm.engine.info.num_blocks <= 4 * 1024 // 16
     generate(llm, SCENARIOS["one at a time"])
     gpu.machine.check()
+
+
+def test_the_histories_of_penalties_are_in_the_measured_peak(gpu: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They outlive the step that samples, so the largest step is computed beside them."""
+    forward, taken = ModelShard.forward, list[int]()
+
+    def watched(shard: ModelShard, *args: Any) -> torch.Tensor:
+        tensors = [item for item in gc.get_objects() if type(item) is DeviceTensor and item.dtype == torch.uint8]
+        taken.append(sum(tensor.nbytes for tensor in tensors))
+        return forward(shard, *args)
+
+    monkeypatch.setattr(ModelShard, "forward", watched)
+    gpu.start(max_num_seqs=10, enforce_eager=True)
+    assert taken[0] == bytes_of_histories(10, VOCAB_SIZE)
+    assert not any(taken[1:])  # other warm-ups measure nothing
 
 
 def test_a_cache_that_the_gpu_cannot_hold(gpu: Rehearsal) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from engine.sampling.filters import OutputPenalties, RepetitionPenalty
 from engine.sampling.sampler import Sampler
-from engine.sampling.token_rows import TokenRows
+from engine.sampling.token_rows import TokenRows, bytes_of_histories
 from engine.sequence import Sequence
 from tests.engine.sampling.batches import CPU, VOCAB_SIZE, make_sequence, random_logits
 
@@ -50,6 +51,19 @@ def test_any_change_of_the_batch(dtype: torch.dtype, counts_prompt: bool, seed: 
             rows.advance(torch.tensor(new_ids))
             check(rows, batch, dtype, counts_prompt=counts_prompt)
         known = {sequence: len(sequence.token_ids) for sequence in batch}
+
+
+@pytest.mark.parametrize("batch_sizes", [[1, 2, 3, 4, 5, 6, 7, 8, 20], [20], [3, 19, 20], [16, 20]])
+def test_the_memory_of_histories_is_known(batch_sizes: list[int]) -> None:
+    """However a batch has grown, its rows take no more than the warm-up leaves room for."""
+    filters: list[Any] = [RepetitionPenalty(VOCAB_SIZE, CPU), OutputPenalties(VOCAB_SIZE, CPU)]
+    params = {"repetition_penalty": 1.2, "presence_penalty": 1.0}
+    for size in batch_sizes:
+        for penalty in filters:
+            penalty.serve([make_sequence(seed=i, num_tokens=3, **params) for i in range(size)], {})
+    num_bytes = filters[0]._seen._memory.nbytes + filters[1]._counts._memory.nbytes
+    needed = VOCAB_SIZE * 20 * (1 + 4)
+    assert needed <= num_bytes <= bytes_of_histories(20, VOCAB_SIZE) <= 1.25 * needed
 
 
 def test_a_change_of_the_batch_reads_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:

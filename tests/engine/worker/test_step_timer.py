@@ -38,8 +38,9 @@ class Gpu:
 class Event:
     """A torch.cuda.Event of a Gpu."""
 
-    def __init__(self, *, enable_timing: bool) -> None:
+    def __init__(self, *, enable_timing: bool, blocking: bool) -> None:
         assert enable_timing
+        assert blocking
         self.at = float("nan")
 
     def record(self, gpu: Gpu) -> None:
