@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 
 from engine.errors import ConfigError, KVCacheError
+from engine.kv.host.page_staging import PageStaging
 from engine.kv.page_copies import PageCopies
 from engine.kv.pinned_memory import pin, pinned_zeros, unpin
 from engine.kv.shared_host import HostShare
@@ -94,6 +95,8 @@ class PageMemory:
         self._host_words = _split_host_pool(self._host, self._words)
         self._copied = _as_arrays(self._words, self._host_words) if device.type == "cpu" else []
         self._host_prefaulter: Prefaulter | None = None
+        has_staging = device.type != "cpu" and self.num_host_bytes > 0
+        self._staging = PageStaging(self._words, self._host) if has_staging else None
 
     def prefault_host(self) -> None:
         """Keep some unused pages of a CPU's host pool ready: to allocate one takes longer than to copy it."""
@@ -195,12 +198,8 @@ class PageMemory:
         for array, host_array in self._copied:
             for page_id, host_id in pairs:
                 host_array[host_id] = array[:, page_id]
-        if self._copied:
-            return
-        # One page at a time: staging memory for all pages would not fit on a full GPU.
-        for page_id, host_id in pairs:
-            for words, host_words in zip(self._words, self._host_words, strict=True):
-                host_words[host_id].copy_(words[:, page_id], non_blocking=True)
+        if self._staging is not None:
+            self._staging.swap_out(pairs)
 
     def swap_in(self, pairs: list[tuple[int, int]]) -> None:
         """Copy pages ``(host page, page)`` back to the device; the host pages keep their content.
@@ -214,11 +213,8 @@ class PageMemory:
         for array, host_array in self._copied:
             for host_id, page_id in pairs:
                 array[:, page_id] = host_array[host_id]
-        if self._copied:
-            return
-        for host_id, page_id in pairs:
-            for words, host_words in zip(self._words, self._host_words, strict=True):
-                words[:, page_id].copy_(host_words[host_id], non_blocking=True)
+        if self._staging is not None:
+            self._staging.swap_in(pairs)
 
     @property
     def _on_device(self) -> tuple[str, int]:

@@ -89,16 +89,21 @@ class HostMemory:
 
     def read(self, device: int, host: torch.Tensor) -> torch.Tensor:
         """Start a copy of pinned memory to a device; return the data."""
-        if any(copy.to_host and copy.overlaps(host) for copy in self._pending[device]):
-            self.complete(device)  # the stream orders the two; the host could not see it, but nothing depends on that
+        self._complete_earlier(device, host, to_host=True)
         data = host.clone()
         self._start(device, _Copy(host, data, False, caller_line()))
         return data
 
     def write(self, device: int, host: torch.Tensor, data: torch.Tensor) -> None:
         """Start a copy of a device's data to pinned memory."""
+        self._complete_earlier(device, host, to_host=False)
         self._start(device, _Copy(host, data.clone(), True, caller_line()))
         poison(host)
+
+    def _complete_earlier(self, device: int, host: torch.Tensor, *, to_host: bool) -> None:
+        """Make the copies that a new one of the other direction follows: the stream orders them, without a wait."""
+        if any(copy.to_host == to_host and copy.overlaps(host) for copy in self._pending[device]):
+            self.complete(device)
 
     def _start(self, device: int, copy: _Copy) -> None:
         self._num_started[device] += 1

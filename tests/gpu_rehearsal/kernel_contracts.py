@@ -18,6 +18,7 @@ from kernels.attention import reference as attention_reference
 from kernels.attention.base import AttentionInputs
 from kernels.attention.window import Chunk, Window, first_key
 from kernels.attention_metadata import AttentionMetadata
+from kernels.cache import pages
 from kernels.cache.fp8 import FP8, to_fp8
 from kernels.cache.pending_tokens import take_pending_tokens
 
@@ -126,6 +127,29 @@ def take_pending(call: Any, grid: tuple[int, ...]) -> Compute:
         take_pending_tokens(plain(call.token_ids), plain(call.sampled), state_slots)
 
     return compute
+
+
+# --- pages -----------------------------------------------------------------------------------------------------------
+
+
+def copy_pages(call: Any, grid: tuple[int, ...]) -> Compute:
+    """kernels.cache.pages."""
+    (num_parts, num_pages, num_words), pool, staging = call.pool.shape, plain(call.pool), plain(call.staging)
+    require_tensor("page_ids", call.page_ids, torch.int64, None)
+    require_tensor("staging", call.staging, call.pool.dtype, None, num_parts, num_words)
+    require(call.pool.is_contiguous() and call.page_ids.is_contiguous(), "pool or page_ids is not contiguous")
+    require(call.staging.stride()[1:] == (num_words, 1), "a page of staging is not contiguous")
+    strides = (call.part_stride, call.page_stride, call.num_words)
+    require(strides == (pool.stride(0), staging.stride(0), num_words), f"the strides {strides} are not the tensors'")
+    page_ids = plain(call.page_ids)
+    wanted = (len(page_ids), num_parts, -(-num_words // call.BLOCK))
+    require(tuple(grid) == wanted, f"the grid {grid} is not one program for each of {wanted} blocks")
+    require(len(page_ids) <= len(staging), f"staging has {len(staging)} pages, {len(page_ids)} are copied")
+    require(bool(((page_ids >= 0) & (page_ids < num_pages)).all()), f"page_ids leaves the {num_pages} pages")
+    if call.TO_STAGING:
+        return lambda: pages.gather_pages(pool, page_ids, staging)
+    require(len(page_ids.unique()) == len(page_ids), "a page is written twice")
+    return lambda: pages.scatter_pages(staging, page_ids, pool)
 
 
 # --- attention -----------------------------------------------------------------------------------------------------
@@ -349,6 +373,7 @@ def _check_output(call: Any) -> None:
 CONTRACTS: dict[str, Contract] = {
     "_store_kernel": store,
     "_take_pending_kernel": take_pending,
+    "copy_pages_kernel": copy_pages,
     "prefill_kernel": prefill,
     "plan_splits_kernel": plan_splits,
     "split_decode_kernel": split_decode,

@@ -29,6 +29,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 
 from kernels.attention.triton import backend as triton_backend
+from kernels.cache.triton.pages import copy_pages_triton
 from kernels.cache.triton.pending_tokens import take_pending_tokens_triton
 from kernels.experts.triton.experts import experts_triton
 from kernels.sampling.triton.ops import TritonSampling
@@ -106,6 +107,9 @@ def _run_experts(step: int) -> None:
 def _run_models(models: list[str]) -> None:
     for state_slots in (None, torch.zeros(300, dtype=torch.int32)):
         take_pending_tokens_triton(*torch.zeros(2, 300, dtype=torch.int64), state_slots)
+    for to_staging in (True, False):
+        pages = torch.zeros(3, 3, 4096, dtype=torch.int64)
+        copy_pages_triton(pages, torch.zeros(2, dtype=torch.int64), pages, to_staging=to_staging)
     for model in models:
         num_heads, num_kv_heads = HEADS[model]
         shape = {"dtype": torch.bfloat16, "head_dim": HEAD_DIM, "group_size": num_heads // num_kv_heads}

@@ -18,6 +18,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from kernels.attention.triton import decode, prefill
 from kernels.attention.triton import indexer as indexer_triton
 from kernels.attention.triton import sparse as sparse_triton
+from kernels.cache.triton import pages as pages_triton
 from kernels.cache.triton import pending_tokens as pending_tokens_triton
 from kernels.cache.triton import store_kvcache as store_kvcache_triton
 from kernels.experts.triton import coded_experts as coded_experts_triton
@@ -43,7 +44,7 @@ __all__ = ["KERNELS", "LaunchLog"]
 
 _MODULES: tuple[ModuleType, ...] = (
     *(prefill, decode, indexer_triton, sparse_triton),
-    *(store_kvcache_triton, pending_tokens_triton),
+    *(store_kvcache_triton, pending_tokens_triton, pages_triton),
     *(
         conv_kernels,
         delta_rule_kernels,

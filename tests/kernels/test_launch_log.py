@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 from kernels.attention.triton import indexer
 from kernels.attention.triton.backend import TritonBackend
 from kernels.attention.triton.decode import reduce_splits_kernel
+from kernels.cache.triton.pages import copy_pages_triton
 from kernels.cache.triton.pending_tokens import take_pending_tokens_triton
 from kernels.cache.triton.store_kvcache import store_kvcache_triton
 from kernels.experts.triton.experts import experts_triton
@@ -112,6 +113,8 @@ def test_every_launch_says_whether_products_and_sums_are_fused(log: LaunchLog) -
     run_coded_experts(format="Q4_0", dtype=torch.float32, shape=(64, 32), option="gated")
     TritonSampling().warm_up(torch.zeros(2, 300))
     take_pending_tokens_triton(torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
+    pages = torch.zeros(2, 3, 8, dtype=torch.int64)
+    copy_pages_triton(pages, torch.zeros(1, dtype=torch.int64), pages, to_staging=True)
     gate_up, down = torch.zeros(4, 2 * 16, 16), torch.zeros(4, 16, 16)
     experts_triton(torch.zeros(100, 16), torch.zeros(100, 4), gate_up, down, 2, normalize=True)
     assert {variant.partition("(")[0] for variant in log.variants} == {kernel.__name__ for kernel in KERNELS}

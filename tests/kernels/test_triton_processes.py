@@ -161,4 +161,5 @@ def test_every_kernel_of_a_warm_up_compiles_for_gpus(tmp_path: Path, capabilitie
             "reduce_splits_kernel": 1,
             "_store_kernel": 1,
             "_take_pending_kernel": 2,
+            "copy_pages_kernel": 2,  # from the pool, and to it
         }
