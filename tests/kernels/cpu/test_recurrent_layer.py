@@ -66,6 +66,10 @@ SIZES = {
     "LFM2": CONV,
     "Qwen3-Next": DELTA,
     "OLMo Hybrid": replace(DELTA, largest_beta=2.0),
+    "wide heads": replace(DELTA, num_heads=2, num_groups=1, head_dim=72, norm_group=72),  # several slices, one partial
+    "decodes in place": replace(DELTA, num_heads=2, num_groups=1, head_dim=128, norm_group=128),
+    "narrow convolution": replace(DELTA, conv_width=2),
+    "wide convolution": replace(DELTA, conv_width=6),
     "Kimi Linear": KIMI,
     "Granite 4": MAMBA,
     "Falcon-H1, norm before the gate": replace(MAMBA, gates_first=False, step_limits=(0.0, float("inf"))),
@@ -281,7 +285,7 @@ def cpu_step(hidden: torch.Tensor, addend: torch.Tensor | None = None) -> CpuSte
         max_seq_len=5,
     )
     scratch = Scratch(
-        WeightKind.FLOAT32, width=128, outputs=512, attention_width=32, cache_dtype=torch.float32, mixed_width=96
+        WeightKind.FLOAT32, width=256, outputs=768, attention_width=32, cache_dtype=torch.float32, mixed_width=256
     )
     positions = torch.cat([torch.arange(n) for n in LENGTHS])
     return CpuStep(hidden, positions, attention, BLOCK_SIZE, scratch, addend, metadata())

@@ -133,6 +133,16 @@ static void finish(const linear_call *call, const float *sums, int64_t first_row
         }
 }
 
+/* Prefetches where some rows' outputs of some panels go: they are written once, after the products. */
+INLINE void fetch_outputs(const linear_call *call, int64_t first_row, int num_rows, int64_t panel, int num_panels) {
+    const bool is_gated = call->epilogue == PAGODA_SILU_MUL || call->epilogue == PAGODA_GELU_MUL;
+    const int step = is_gated ? 2 : 1;
+    for (int r = 0; r < num_rows; r++) {
+        const float *row = call->output + (first_row + r) * call->stride;
+        for (int p = 0; p < num_panels; p += step) __builtin_prefetch(row + (panel + p) / step * LANES, 1, 3);
+    }
+}
+
 /* --- the loops around them ------------------------------------------------------------------------------------- */
 
 /* If there are several tiles, or rows for which the registers do not suffice, tiles are divided, so that every load of
@@ -163,9 +173,11 @@ static void multiply_group(const linear_call *call, int64_t panel, int64_t row, 
             const bool fetches = has_next && share % num_steps < MAX_PANELS_AT_ONCE;
             const uint32_t *fetched = fetches ? words + (MAX_PANELS_AT_ONCE + share / num_steps) * panel_words : words;
             const tile_function tile = tile_for(call->weight->kind, count, is_divided);
-            for (int p = 0; p < MAX_PANELS_AT_ONCE; p += panels_at_once(count))
+            for (int p = 0; p < MAX_PANELS_AT_ONCE; p += panels_at_once(count)) {
+                fetch_outputs(call, row + first, count, panel + p, panels_at_once(count));
                 tile(sums + (p * num_rows + first) * LANES, rows + first, num_rows, words + p * panel_words, num_words,
                      fetched);
+            }
         }
         finish(call, sums, row, num_rows, panel, MAX_PANELS_AT_ONCE);
     }

@@ -9,7 +9,7 @@
 #include "runtime/threads.h"
 #include "runtime/vector.h"
 
-enum { CHANNELS_PER_PART = 256, MAX_WIDTH = 16, USUAL_WIDTH = 4 };
+enum { CHANNELS_PER_PART = 256, MAX_WIDTH = 16, USUAL_WIDTH = 4, FLOATS_PER_LINE = 16 };
 
 /* A block of channels of one sequence. */
 typedef struct {
@@ -61,7 +61,8 @@ INLINE void convolve(const conv_part *part, int64_t token, int64_t oldest, const
         const f32x16 input = load_some(own, false, i, count);
         f32x16 sum = bias ? load_some(bias, false, i, count) : (f32x16){0};
         for (int tap = 0; tap < width - 1; tap++)
-            sum = f32x16_fma(load_some(weight + tap * call->channels, false, i, count), f32x16_load(rows[tap] + i), sum);
+            sum = f32x16_fma(load_some(weight + tap * call->channels, false, i, count),
+                             load_some(rows[tap], false, i, count), sum);
         sum = f32x16_fma(load_some(weight + (width - 1) * call->channels, false, i, count), input, sum);
         if (call->has_silu) sum = sum / (1 + f32x16_exp(-sum));
         f32x16_store(newest + i, input);
@@ -83,6 +84,16 @@ INLINE void convolve_all(conv_part *part, const int width) {
     write_state(part, part->sequence.slot, oldest);
 }
 
+/* Prefetches the state that a later part reads: a decode reads a little of each of many rows. */
+static void fetch_state(const pagoda_conv_call *call, int64_t index, int64_t num_blocks) {
+    if (index >= call->sequences->num_seqs * num_blocks) return;
+    const conv_part part = {.call = call, .channel = index % num_blocks * CHANNELS_PER_PART};
+    const int64_t slot = call->sequences->slots[index / num_blocks];
+    const int64_t count = min(call->channels - part.channel, CHANNELS_PER_PART);
+    for (int64_t row = 0; slot >= 0 && row < call->width - 1; row++)
+        for (int64_t i = 0; i < count; i += FLOATS_PER_LINE) __builtin_prefetch(state_row(&part, slot, row) + i, 1, 2);
+}
+
 /* Computes one part. */
 static void conv_one_part(void *args, int64_t index) {
     const pagoda_conv_call *call = args;
@@ -92,6 +103,7 @@ static void conv_one_part(void *args, int64_t index) {
     part.sequence = pagoda_sequence_at(call->sequences, index / num_blocks);
     part.count = min(call->channels - part.channel, CHANNELS_PER_PART);
     if (part.sequence.end <= part.sequence.first) return;
+    fetch_state(call, index + pagoda_num_threads(), num_blocks); /* which this thread probably computes next */
     if (call->width == USUAL_WIDTH) convolve_all(&part, USUAL_WIDTH);
     else convolve_all(&part, call->width);
 }

@@ -107,7 +107,8 @@ INLINE void recall(const float *values, int64_t key_dim, const head_input *input
     for (int64_t row = 0; row < key_dim; row++, values += COLUMNS) {
         const f32_register key = recalling(input, row, decays_rows);
 #pragma GCC unroll 4
-        for (int i = 0; i < REGISTERS; i++) sums[i] = register_fma(key, register_load(values + i * REGISTER_LANES), sums[i]);
+        for (int i = 0; i < REGISTERS; i++)
+            sums[i] = register_fma(key, register_load(values + i * REGISTER_LANES), sums[i]);
     }
     memcpy(recalled, sums, sizeof sums);
 }
@@ -153,7 +154,7 @@ INLINE void store_output(const state_slice *slice, int64_t token, const f32_regi
     else memcpy(to, output, (size_t)slice->count * sizeof *to);
 }
 
-/* Prefetches what a later token has of the slice's head, since the processor cannot predict rows that are pages apart. */
+/* Prefetches what a later token has of the slice's head: the processor cannot predict rows that are pages apart. */
 INLINE void fetch_input(const state_slice *slice, int64_t token) {
     const head_input input = input_at(slice, token);
     for (int64_t i = 0; i < slice->call->key_dim; i += FLOATS_PER_LINE) {
@@ -181,8 +182,9 @@ INLINE void compute_slice(const state_slice *slice, pagoda_sequence *sequence, b
     }
 }
 
-/* Computes one token with WIDE_COLUMNS columns of a slot's state, by the sums of compute_slice. */
-INLINE void compute_one(const state_slice *slice, int64_t token, float *state, bool decays_rows) {
+/* Computes one token with WIDE_COLUMNS columns of a slot's state, by the sums of compute_slice. The state at `later` is
+ * prefetched meanwhile, when this one's comes from the second cache. */
+INLINE void compute_one(const state_slice *slice, int64_t token, float *state, const float *later, bool decays_rows) {
     const pagoda_delta_rule_call *call = slice->call;
     const int64_t value_dim = call->value_dim;
     const head_input input = input_at(slice, token);
@@ -198,10 +200,11 @@ INLINE void compute_one(const state_slice *slice, int64_t token, float *state, b
 #pragma GCC unroll 8
     for (int i = 0; i < WIDE_REGISTERS; i++)
         change[i] = (register_load(input.value + i * REGISTER_LANES) - sums[i] * factor) * input.beta;
-    for (int64_t row = 0; row < call->key_dim; row++, state += value_dim)
+    for (int64_t row = 0; row < call->key_dim; row++, state += value_dim, later += value_dim)
 #pragma GCC unroll 8
         for (int i = 0; i < WIDE_REGISTERS; i++) {
             float *at = state + i * REGISTER_LANES;
+            if (i * REGISTER_LANES % FLOATS_PER_LINE == 0) __builtin_prefetch(later + i * REGISTER_LANES, 0, 2);
             f32_register decayed = register_load(at) * input.decay[decays_rows ? row : 0];
             f32_register value = register_fma(register_set(input.key[row]), change[i], decayed);
             register_store(at, value);
@@ -228,12 +231,15 @@ static void compute_part(void *args, int64_t index) {
     slice.key_head = slice.head / (call->num_heads / call->num_key_heads);
     if (is_decode(call, &sequence)) {
         if (index % num_slices > 0) return;
+        const int64_t later_head = slice.head + pagoda_num_threads(); /* which this thread probably computes next */
+        const bool has_later = later_head < call->num_heads;
+        const int64_t to_later = has_later ? (later_head - slice.head) * call->key_dim * call->value_dim : 0;
         for (; slice.column < call->value_dim; slice.column += WIDE_COLUMNS) {
             float *state = slice_in(&slice, sequence.slot);
             if (call->decays_rows)
-                compute_one(&slice, sequence.first, state, true);
+                compute_one(&slice, sequence.first, state, state + to_later, true);
             else
-                compute_one(&slice, sequence.first, state, false);
+                compute_one(&slice, sequence.first, state, state + to_later, false);
         }
         return;
     }
