@@ -11,7 +11,7 @@ from kernels.cpu.library import require
 
 __all__ = ["PackedAltUp", "match_rows"]
 
-_MOST_STREAMS = 16  # PAGODA_MOST_STREAMS
+_MOST_STREAMS = 16  # as in altup.h
 
 
 class PackedAltUp:
