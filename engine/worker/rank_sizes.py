@@ -7,7 +7,7 @@ import math
 import torch
 
 from engine.config import EngineConfig
-from engine.errors import ConfigError
+from engine.errors import ConfigError, UnsupportedModelError
 from engine.models.checkpoint.checkpoint import open_checkpoint
 from engine.models.config.model_config import ModelConfig
 
@@ -58,7 +58,7 @@ def weight_bytes(config: EngineConfig, dtype: torch.dtype) -> int | None:
 def _divides(size: int, model: ModelConfig) -> bool:
     try:
         model.shard(size)
-    except ConfigError:
+    except (ConfigError, UnsupportedModelError):
         return False
     return True
 

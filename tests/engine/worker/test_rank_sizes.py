@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from engine.errors import ConfigError
 from engine.models.config.files.hf_config import load_hf_config
 from engine.models.config.model_config import ModelConfig
 from engine.worker.rank_sizes import require_rank_size, weight_bytes
+from tests.engine.models.decoder.gemma.gemma_families import save_gemma_model
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -47,3 +49,11 @@ def test_the_memory_of_each_size_is_named(checkpoint: Callable[[str], str], monk
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, weights / 9))
     with pytest.raises(ConfigError, match="take GPUs with more memory, or a quantised checkpoint"):
         _require(path, 8, GPU)
+
+
+def test_a_model_that_ranks_cannot_share_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, path = save_gemma_model("gemma-3n-e4b", tmp_path)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 1000))
+    message = r"^tensor_parallel_size=1 gives each rank .* of weights, .*; take GPUs with more memory, or a quantised"
+    with pytest.raises(ConfigError, match=message):
+        _require(path, 1, GPU)

@@ -139,9 +139,7 @@ def _are_scales_finite(matrix: CodedMatrix) -> bool:
     factors, layout = [matrix.outer_scales, matrix.outer_minima, matrix.output_scales], matrix.layout
     if layout is not None and layout.scales is not None:
         table = scale_table(layout.scales, matrix.format.outer_dtype)
-        mask = (
-            0x7F if layout.scales == "e4m3 halves" else 0xFF
-        )  # without the sign, the largest byte has the largest number
+        mask = 0x7F if layout.scales == "e4m3 halves" else 0xFF  # without a sign the largest byte is the largest scale
         factors[0] = table[largest_octet(matrix.outer_scales.contiguous(), mask), None]
     return all(part is None or _is_bounded(part) for part in factors)
 

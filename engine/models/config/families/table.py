@@ -196,7 +196,6 @@ _DEEPSEEK = Family(
     mtp=DEEPSEEK_MTP,
 )
 _DEEPSEEK_ALONE = replace(_DEEPSEEK, has_mtp_layers=False, mtp=None)
-_DEEPSEEK_ALONE = replace(_DEEPSEEK, has_mtp_layers=False, mtp=None)
 _DEEPSEEK_SPARSE = replace(
     _DEEPSEEK, mtp=None, rotates_neighbours=True, layer_types=("indexed_attention",), index_rotation="halves"
 )
