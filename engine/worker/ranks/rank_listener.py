@@ -20,7 +20,7 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Self
 
-__all__ = ["Invitation", "RankListener"]
+__all__ = ["Invitation", "RankListener", "listen"]
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class RankListener:
     def __init__(self, host: str) -> None:
         self._secret = secrets.token_bytes(32)
         self._admitted: SimpleQueue[tuple[int, str, Connection]] = SimpleQueue()
-        self._listener = socket.create_server((host, 0))
+        self._listener = listen(host)
         self._listener.settimeout(_WAIT_SECONDS)
 
     def __enter__(self) -> Self:
@@ -97,6 +97,11 @@ class RankListener:
             self._admitted.put((number, host, connection))
         except (OSError, EOFError, AuthenticationError, ValueError) as error:  # another program; the connection ends
             logger.info("a connection that is not a tensor-parallel rank was refused: %s", error)
+
+
+def listen(host: str) -> socket.socket:
+    """Return a socket that listens on a free port of an address, IPv4 or IPv6."""
+    return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
 def _prepared(connected: socket.socket) -> Connection:

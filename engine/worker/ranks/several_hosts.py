@@ -5,7 +5,6 @@ A program that knows the hosts starts the ranks: each runs ``rank_process.join``
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from engine.errors import EngineDeadError
 from engine.worker.ranks.rank_hosts import Rank, RankHandle
-from engine.worker.ranks.rank_listener import Invitation, RankListener
+from engine.worker.ranks.rank_listener import Invitation, RankListener, listen
 
 __all__ = ["SeveralHosts"]
 
@@ -33,13 +32,13 @@ class SeveralHosts:
     def __init__(self, host: str, start_rank: Callable[[Invitation], RankHandle]) -> None:
         self.own_address = host
         self._start_rank = start_rank
-        with socket.create_server((host, 0)) as listener:
+        with listen(host) as listener:
             port = listener.getsockname()[1]
             # The store of torch listens on all interfaces unless it gets a socket.
             self._store = TCPStore(
                 host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
             )
-        self.rendezvous = f"tcp://{host}:{port}"
+        self.rendezvous = f"tcp://{host}:{port}"  # whose last colon is before the port, in IPv6 too
 
     def start(self, size: int) -> list[Rank]:
         """Start the ranks, and wait for their connections.

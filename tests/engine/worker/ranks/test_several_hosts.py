@@ -16,11 +16,13 @@ from multiprocessing.connection import Client, Connection
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ConfigError, EngineDeadError
 from engine.llm import LLM
+from engine.models.tensor_parallel import TensorParallel
 from engine.sampling_params import SamplingParams
 from engine.worker.model_runner import ModelRunner
 from engine.worker.ranks import rank_listener, several_hosts
@@ -29,7 +31,7 @@ from engine.worker.ranks.several_hosts import SeveralHosts
 from tests.engine.worker.parallel_answers import OPTIONS, answer, check_equal
 from tests.waiting import HANG_S, until
 
-RANK_0 = "127.0.0.1"
+RANK_0, IPV6 = "127.0.0.1", "::1"
 JOIN = (
     "import pickle, sys; from engine.worker.ranks.rank_process import join; "
     "join(pickle.loads(sys.stdin.buffer.read()), sys.argv[1])"
@@ -37,14 +39,15 @@ JOIN = (
 
 
 class Hosts(SeveralHosts):
-    """Each rank is a process with an address of its own."""
+    """Each rank is a process with an address of its own, in IPv6 with the one that there is."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = RANK_0) -> None:
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
-        super().__init__(RANK_0, self._start_process)
+        super().__init__(host, self._start_process)
 
     def _start_process(self, invitation: Invitation) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-c", JOIN, f"127.0.0.{invitation.number + 1}"]
+        own_host = IPV6 if self.own_address == IPV6 else f"127.0.0.{invitation.number + 1}"
+        command = [sys.executable, "-c", JOIN, own_host]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"})
         assert process.stdin is not None
         process.stdin.write(pickle.dumps(invitation))
@@ -74,6 +77,36 @@ def test_ranks_on_several_hosts_compute_what_one_rank_computes_and_end_together(
     spread.processes[1].kill()
     with pytest.raises(EngineDeadError, match=r"tensor-parallel rank 1 of 2 on 127\.0\.0\.2 was killed by SIGKILL"):
         llm.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=900, ignore_eos=True), use_tqdm=False)
+
+
+def has_ipv6() -> bool:
+    with suppress(OSError), socket.create_server((IPV6, 0), family=socket.AF_INET6):
+        return True
+    return False
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+def test_ranks_on_hosts_of_ipv6_compute_sums() -> None:
+    hosts = Hosts(IPV6)
+    handles: list[subprocess.Popen[bytes]] = []
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            joined = [
+                threads.submit(TensorParallel.join, rank, 2, torch.device("cpu"), hosts.rendezvous, IPV6)
+                for rank in range(2)
+            ]
+            groups = [future.result(HANG_S) for future in joined]
+            sums = [threads.submit(group.all_reduce, torch.full((3,), 2.0)) for group in groups]
+            assert [future.result(HANG_S).tolist() for future in sums] == [[4.0] * 3] * 2
+        ranks = hosts.start(2)
+        handles = list(hosts.processes.values())
+        assert [(rank.number, rank.host) for rank in ranks] == [(1, IPV6)]
+        for rank in ranks:
+            rank.connection.close()
+    finally:
+        for handle in handles:
+            handle.kill()
+            handle.wait()
 
 
 @pytest.mark.long
