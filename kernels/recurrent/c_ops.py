@@ -18,6 +18,8 @@ from kernels.recurrent_metadata import RecurrentMetadata
 
 __all__ = ["COps"]
 
+_MOST_TAPS = 16  # MAX_WIDTH in causal_conv.c
+
 
 class COps(RecurrentOps):
     """The operations on a CPU, for states in float32; the kernels must be available (library.py)."""
@@ -35,6 +37,7 @@ class COps(RecurrentOps):
         sequences, output = CpuSequences(metadata), _float_copy(inputs)
         taps, biases = weight.t().float().contiguous(), None if bias is None else bias.float().contiguous()
         num_tokens, channels = output.shape
+        assert weight.shape[1] <= _MOST_TAPS
         call = CConvCall(
             ctypes.pointer(sequences.c_sequences),
             output.data_ptr(),

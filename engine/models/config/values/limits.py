@@ -12,7 +12,15 @@ from typing import Any
 from engine.errors import ModelLoadError, UnsupportedModelError, shown
 from engine.models.gguf.file import is_gguf
 
-__all__ = ["read_count", "require_divisor", "require_integer", "require_number", "require_plausible", "require_silu"]
+__all__ = [
+    "read_count",
+    "require_conv_width",
+    "require_divisor",
+    "require_integer",
+    "require_number",
+    "require_plausible",
+    "require_silu",
+]
 
 _LARGEST = {  # several times those of the largest models
     "num_hidden_layers": 512,
@@ -139,6 +147,7 @@ _DTYPES = ("bfloat16", "float16", "float32", "float64", "half", "float", "double
 _ROPE = ("rope_parameters", "rope_scaling")
 _EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
 _LARGEST_NUMBER = 1e30
+_MOST_TAPS = 16  # of a convolution: MAX_WIDTH in kernels/cpu/csrc/recurrent/causal_conv.c
 _POSITIVE = ("rope_theta", "factor")
 
 
@@ -158,16 +167,21 @@ def require_plausible(raw: dict[str, Any], path: object) -> None:
             )
 
 
-def require_integer(config: Any, name: str, smallest: int = 1) -> int:
+def require_integer(config: Any, name: str, smallest: int = 1, largest: int | None = None) -> int:
     """Return a field of a transformers config that the decoder computes with.
 
     Raises:
-        ModelLoadError: if it is absent, null, or not an integer of at least ``smallest``.
+        ModelLoadError: if it is absent, null, or not an integer from ``smallest`` to ``largest``.
     """
-    value = getattr(config, name, None)
-    if type(value) is not int or value < smallest:
-        raise ModelLoadError(f"{name}={shown(value)} is not an integer from {smallest}; correct config.json")
+    value, end = getattr(config, name, None), "" if largest is None else f" to {largest}"
+    if type(value) is not int or value < smallest or (largest is not None and value > largest):
+        raise ModelLoadError(f"{name}={shown(value)} is not an integer from {smallest}{end}; correct config.json")
     return value
+
+
+def require_conv_width(config: Any, name: str) -> int:
+    """Return the taps of the convolution of recurrent layers; raise ModelLoadError unless the kernels compute them."""
+    return require_integer(config, name, smallest=2, largest=_MOST_TAPS)
 
 
 def read_count(config: Any, name: str) -> int:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from engine.kv.layer_cache import State
 from engine.models.config.values.divided import divided
-from engine.models.config.values.limits import require_divisor, require_integer, require_silu
+from engine.models.config.values.limits import require_conv_width, require_divisor, require_integer, require_silu
 
 __all__ = ["GatedDeltaShape"]
 
@@ -82,7 +82,7 @@ class GatedDeltaShape:
             num_key_heads=require_divisor(config, "linear_num_key_heads", "linear_num_value_heads"),
             key_dim=require_integer(config, "linear_key_head_dim"),
             value_dim=require_integer(config, "linear_value_head_dim"),
-            conv_width=require_integer(config, "linear_conv_kernel_dim", smallest=2),
+            conv_width=require_conv_width(config, "linear_conv_kernel_dim"),
             norm_eps=1e-5 if is_olmo else config.rms_norm_eps,  # transformers' class of OLMo's has it so
             largest_beta=2.0 if getattr(config, "linear_allow_neg_eigval", False) else 1.0,
             stored="apart" if is_olmo else "by_key_head" if config.model_type == "qwen3_next" else "qkv",

@@ -8,7 +8,7 @@ from typing import Any
 from engine.errors import UnsupportedModelError, shown
 from engine.kv.layer_cache import State
 from engine.models.config.values.divided import divided
-from engine.models.config.values.limits import require_integer, require_silu
+from engine.models.config.values.limits import require_conv_width, require_integer, require_silu
 
 __all__ = ["KimiDeltaShape"]
 
@@ -76,6 +76,6 @@ class KimiDeltaShape:
         return cls(
             num_heads=require_integer(config, "linear_num_heads"),
             head_dim=require_integer(config, "linear_head_dim"),
-            conv_width=require_integer(config, "linear_conv_kernel_dim", smallest=2),
+            conv_width=require_conv_width(config, "linear_conv_kernel_dim"),
             norm_eps=config.rms_norm_eps,
         )

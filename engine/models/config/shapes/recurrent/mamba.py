@@ -8,7 +8,7 @@ from typing import Any, Literal
 from engine.errors import ModelLoadError, shown
 from engine.kv.layer_cache import State
 from engine.models.config.values.divided import divided
-from engine.models.config.values.limits import require_divisor, require_integer, require_silu
+from engine.models.config.values.limits import require_conv_width, require_divisor, require_integer, require_silu
 
 __all__ = ["GatedNorm", "MambaShape"]
 
@@ -93,7 +93,7 @@ class MambaShape:
             head_dim=require_integer(config, head_dim),
             num_groups=require_divisor(config, groups, heads),
             state_size=require_integer(config, state_size),
-            conv_width=require_integer(config, conv_width, smallest=2),
+            conv_width=require_conv_width(config, conv_width),
             conv_bias=bool(config.mamba_conv_bias if heads == "mamba_n_heads" else config.use_conv_bias),
             in_bias=in_bias,
             out_bias=bool(getattr(config, "projectors_bias", in_bias)),

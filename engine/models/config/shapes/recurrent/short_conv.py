@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.kv.layer_cache import State
 from engine.models.config.values.divided import divided
-from engine.models.config.values.limits import require_integer
+from engine.models.config.values.limits import require_conv_width
 
 __all__ = ["ConvShape"]
 
@@ -50,6 +50,6 @@ class ConvShape:
         """Read a transformers config of LFM2; raise ModelLoadError if a size is not an integer."""
         return cls(
             inner_size=config.hidden_size,
-            conv_width=require_integer(config, "conv_L_cache", smallest=2),
+            conv_width=require_conv_width(config, "conv_L_cache"),
             has_bias=bool(config.conv_bias),
         )
