@@ -34,7 +34,7 @@ else:  # before Python 3.12 it has no parameters
 
 
 def as_texts(value: object, info: ValidationInfo) -> list[str]:
-    """Return a text, or a list of them, as a list; raises ApiError with status 400 that shows what is no text."""
+    """Return a text, or a list of them, as a list; raises ApiError with status 400 that shows what is not text."""
     if isinstance(value, str):
         return [value]
     return _checked(value, str(info.field_name), _all_are(str), _ONE_TEXT)
@@ -89,7 +89,7 @@ def _checked(value: object, path: str, are_valid: Callable[[Sequence[Any]], bool
     """Return a list if its items are valid; long lists are checked in slices.
 
     Raises:
-        ApiError: 400 that shows the value if it is no list, or its first invalid item.
+        ApiError: 400 that shows the value if it is not a list, or its first invalid item.
     """
     if not isinstance(value, list):
         raise _invalid(path, value, remedy)

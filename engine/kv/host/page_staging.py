@@ -19,7 +19,7 @@ _BYTES = 16 * 2**20  # at most, or one page
 
 
 class PageStaging:
-    """The staging memory of one pool. Its kernels are compiled when it is made.
+    """The staging memory of one pool. Its constructor compiles the kernels.
 
     Args:
         pools: the pool's words, ``[num_parts, num_pages, words]`` for each shape of parts.

@@ -258,14 +258,14 @@ class MatrixParts:
         packed, parts, are_finite = self.packed, {}, True
         for index, (name, stored) in enumerate(packed.parts.items()):
             if name in packed.read_by_rows:
-                place = self._place(name, rows)
-                memory = own_memory((place.size,), torch.uint8)
-                step = max(1, PIECE_BYTES // max(1, place.row_bytes)) * place.row_bytes
-                for start in range(0, place.size, step):
+                extent = self._extent(name, rows)
+                memory = own_memory((extent.size,), torch.uint8)
+                step = max(1, PIECE_BYTES // max(1, extent.row_bytes)) * extent.row_bytes
+                for start in range(0, extent.size, step):
                     piece = memory[start : start + step]
-                    self.files.read_into(piece.numpy().data, stored, place.offset + start)
+                    self.files.read_into(piece.numpy().data, stored, extent.offset + start)
                     are_finite = are_finite and (index > 0 or packed.are_codes_finite(piece))
-                parts[name] = memory.view(PART_DTYPES[stored.dtype]).view(place.shape)
+                parts[name] = memory.view(PART_DTYPES[stored.dtype]).view(extent.shape)
         return parts, are_finite
 
     def block(self, num_rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
@@ -274,12 +274,12 @@ class MatrixParts:
         return memory.view(dtype).view(num_rows, columns)
 
     def _read(self, name: str, rows: range | None) -> torch.Tensor:
-        stored, place = self.packed.parts[name], self._place(name, rows)
-        memory = self.scratch.octets(name, place.size)
-        self.files.read_into(memory.numpy().data, stored, place.offset)
-        return memory.view(PART_DTYPES[stored.dtype]).view(place.shape)
+        stored, extent = self.packed.parts[name], self._extent(name, rows)
+        memory = self.scratch.octets(name, extent.size)
+        self.files.read_into(memory.numpy().data, stored, extent.offset)
+        return memory.view(PART_DTYPES[stored.dtype]).view(extent.shape)
 
-    def _place(self, name: str, rows: range | None) -> _Place:
+    def _extent(self, name: str, rows: range | None) -> _Extent:
         stored = self.packed.parts[name]
         is_shared = name in self.packed.shared
         shape = stored.shape if is_shared else stored.shape[len(self.packed.stacked) :]
@@ -289,10 +289,10 @@ class MatrixParts:
             own = self.packed.index_of_rows(rows, shape[0])
             shape = (own.stop - own.start, *shape[1:])
             offset, size = offset + own.start * row_bytes, shape[0] * row_bytes
-        return _Place(offset, size, shape, row_bytes)
+        return _Extent(offset, size, shape, row_bytes)
 
 
-class _Place(NamedTuple):
+class _Extent(NamedTuple):
     """Where rows of a part are in its tensor, in bytes, and their shape."""
 
     offset: int

@@ -41,7 +41,7 @@ class Invitation:
     secret: bytes = field(repr=False)
 
     def accept(self, own_host: str) -> Connection:
-        """Connect to rank 0, and tell it on which host this rank is.
+        """Connect to rank 0, and send it the address of this rank's host.
 
         Raises:
             OSError: if rank 0 cannot be reached.

@@ -70,10 +70,10 @@ typedef struct {
     const pagoda_code_format *format;
 } pagoda_coded_panels;
 
-/* The layout of a panel with so many inputs. */
+/* The layout of a panel with `in_features` inputs. */
 pagoda_panel_layout pagoda_layout_of_panel(const pagoda_code_format *format, int64_t in_features);
 
-/* Bytes of a panel with so many inputs. */
+/* Its bytes. */
 int64_t pagoda_panel_bytes(const pagoda_code_format *format, int64_t in_features);
 
 /* Bytes of a decoded block. */

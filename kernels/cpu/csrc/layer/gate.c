@@ -39,7 +39,7 @@ typedef struct {
     float deviations;
 } sparse_call;
 
-/* The mean of one token's gates and so many standard deviations. */
+/* The mean of one token's gates plus `deviations` times their standard deviation. */
 static float cutoff_of(const sparse_call *call, const float *gate_up) {
     const float count = (float)call->num_gates;
     f32x16 sum = {0}, squares = {0};

@@ -16,7 +16,7 @@ typedef struct {
     const pagoda_conv_call *call;
     pagoda_sequence sequence;
     int64_t channel, count;
-    float (*past)[CHANNELS_PER_PART]; /* [width - 1]: the last inputs, those of the token in row token % (width - 1) */
+    float (*past)[CHANNELS_PER_PART]; /* [width - 1]: the last inputs, as a ring */
 } conv_part;
 
 /* The row of `past` after another one. */
