@@ -18,7 +18,7 @@ __all__ = ["STEP", "decode_json", "yield_lock"]
 STEP = 2**16  # characters, or values; about half a millisecond
 _FIRST_WINDOW = 2**10
 _PAUSE_S = 5e-5
-_MAX_DEPTH = 8  # of containers that are read in parts
+_MAX_DEPTH = 32  # of containers that are read in parts
 _ENDS = {'"': '",', "{": "},", "[": "],"}  # of an element and the comma after it, by the element's first character
 
 
@@ -37,9 +37,11 @@ def decode_json(data: bytes | bytearray | str, *, step: int = STEP, pause: Calla
 
     Raises:
         ValueError: the data is not JSON; the message says where.
-        RecursionError: it is nested too deeply.
+        RecursionError: it is nested too deeply, or 32 deep around a container of more than ``step`` characters.
     """
     text = data if isinstance(data, str) else _decoded(data, step, pause)
+    if text.startswith("\ufeff"):
+        raise JSONDecodeError("Unexpected UTF-8 BOM (decode using utf-8-sig)", text, 0)
     return _DECODER.decode(text) if len(text) <= step else _Steps(text, step, pause).decode()
 
 
@@ -88,11 +90,22 @@ class _Steps:
         """Return the value at ``start``, and the index after it."""
         self._reach(start)
         first = self._text[start : start + 1]
-        if first == "[" and depth < _MAX_DEPTH:
-            return self._array(self._skip(start + 1), depth)
-        if first == "{" and depth < _MAX_DEPTH:
-            return self._object(self._skip(start + 1), depth)
-        return _DECODER.raw_decode(self._text, start)
+        if first not in ("[", "{"):
+            return _DECODER.raw_decode(self._text, start)
+        if depth >= _MAX_DEPTH:
+            return self._deep_value(start)
+        return (self._array if first == "[" else self._object)(self._skip(start + 1), depth)
+
+    def _deep_value(self, start: int) -> tuple[Any, int]:
+        """Return a container that is at most a step long; a longer one at this depth would be one long call."""
+        if start + self._step >= len(self._text):
+            return _DECODER.raw_decode(self._text, start)
+        try:
+            value, length = _DECODER.raw_decode(self._text[start : start + self._step])
+        except JSONDecodeError:
+            problem = f"{_MAX_DEPTH} containers around one of more than {self._step} characters"
+            raise RecursionError(f"{problem}, at char {start}") from None
+        return value, start + length
 
     def _object(self, index: int, depth: int) -> tuple[dict[str, Any], int]:
         text = self._text
@@ -138,7 +151,7 @@ class _Steps:
 
         The part is cut at a comma that follows the kind of element with which it begins. If the part before the comma
         is an array by itself, it is what a decoder reads up to there, since nothing after a character changes what the
-        character means. If it is none, the comma is inside an element.
+        character means. Otherwise the comma is inside an element.
 
         Returns:
             The elements, the index of the next one, and whether the array has ended; then the index is that after it.

@@ -80,13 +80,51 @@ def test_errors_are_those_of_the_decoder(
     [
         "[1,2,]", "[,1]", "[1,,2]", '{"a":1,}', '{"a" 1}', "{1:2}", "[1 2]", "[1,2", "[", "{", '{"a":', "", " ",
         "[1]]", "[NaN,1]", "[1,-Infinity]", '["a","b]', '[["],"],["],"]]', '["\\",","\\",",","]', "[[1,2],[3],[]]",
-        '{"a":1,"a":{"b":2},"a":[3]}', "[" * 100_000, '{"a":' * 100_000, "[" + "1" * 5000 + ",1]",
+        '{"a":1,"a":{"b":2},"a":[3]}', "[" + "1" * 5000 + ",1]",
         '[{"a":[{"b":1},{"c":2}]},{"d":3}]',
     ],
 )  # fmt: skip
 def test_what_a_cut_may_mistake(text: str) -> None:
     for step in (1, 2, 3, 5, 8, 13, 64):
         assert same(decoded(text.encode(), step), expected(text.encode())), step
+
+
+def nested(inner: str, depth: int) -> str:
+    """Return a document with ``depth`` containers, of both kinds, around a value."""
+    return '[{"a":' * (depth // 2) + inner + "}]" * (depth // 2)
+
+
+@pytest.mark.parametrize("depth", [6, 8, 10, 30, 32, 34, 200])
+def test_short_values_may_be_deep_and_long_ones_pause(depth: int) -> None:
+    short = nested("[1,2]", depth) + " " * 2**12
+    assert same(decoded(short, 2**12), expected(short.encode()))
+    num_pauses = 0
+
+    def pause() -> None:
+        nonlocal num_pauses
+        num_pauses += 1
+
+    long = nested(str(list(range(50_000))), depth)
+    if depth < 32:
+        assert decode_json(long, step=2**12, pause=pause) == json.loads(long)
+        assert num_pauses >= len(long) / 2**13 - 1
+    else:
+        with pytest.raises(RecursionError, match="^32 containers around one of more than 4096 characters, at char 96$"):
+            decode_json(long, step=2**12, pause=pause)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000])
+def test_documents_that_are_nested_too_deeply_are_refused(text: str) -> None:
+    for step in (1, 13, 2**16, 2**20):
+        with pytest.raises(RecursionError):
+            decode_json(text, step=step, pause=lambda: None)
+
+
+@pytest.mark.parametrize("step", [1, 2**16])
+def test_a_byte_order_mark_is_as_for_the_decoder(step: int) -> None:
+    data = '\ufeff[1, "é"]'.encode()
+    assert decoded(data, step) == ([1, "é"], "")
+    assert same(decoded(data.decode(), step), expected(data))
 
 
 @given(st.binary(max_size=60), st.integers(1, 20))
