@@ -57,7 +57,8 @@ def build_app(args: dict[str, Any]) -> Application:
 def _engine_deployment(config: AppConfig) -> serve.Deployment:
     limits, router, replicas = config.limits, config.router, config.replicas
     gpus = config.gpus_per_engine(sum(_of_nodes("GPU")))
-    require_room(replicas.placement_strategy, gpus, _of_nodes("GPU"))
+    autoscales = config.autoscaling.max_replicas is not None
+    require_room(replicas.placement_strategy, gpus, _of_nodes("GPU"), autoscales=autoscales)
     ranks = config.engine_config.tensor_parallel_size
     declare = serve.deployment(
         name="engine",
@@ -136,7 +137,7 @@ def _logging(config: AppConfig) -> LoggingConfig:
 
 
 def _of_nodes(resource: str) -> list[float]:
-    """Return how much of a resource each node has that has any; empty if there is no cluster yet."""
+    """Return the amounts of a resource on the nodes that have any; empty if there is no cluster yet."""
     if not ray.is_initialized():
         return []
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]

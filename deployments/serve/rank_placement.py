@@ -35,19 +35,20 @@ def require_valid_placement(strategy: PlacementStrategy, engine: EngineConfig, c
         raise _empty_bundle(strategy)
 
 
-def require_room(strategy: PlacementStrategy, gpus: float, gpus_of_nodes: list[float]) -> None:
+def require_room(strategy: PlacementStrategy, gpus: float, gpus_of_nodes: list[float], *, autoscales: bool) -> None:
     """Check that one node has the GPUs of an engine, if it must be on one node.
 
     Args:
         strategy: ``replicas.placement_strategy``.
         gpus: of an engine.
         gpus_of_nodes: of the cluster's nodes; empty: not known, or none has any.
+        autoscales: whether Serve changes the number of replicas. Then the cluster may add larger nodes on demand.
 
     Raises:
         ConfigError: no node has as many.
     """
     largest = max(gpus_of_nodes, default=0.0)
-    if strategy == "STRICT_PACK" and 0 < largest < gpus:
+    if strategy == "STRICT_PACK" and not autoscales and 0 < largest < gpus:
         raise ConfigError(
             f"engine.tensor_parallel_size={gpus:g} exceeds the {largest:g} GPUs of the largest node; set "
             f"{_KEY} to PACK to use several nodes, or lower it"

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from deployments.app import _engine_deployment
 from deployments.config import AppConfig
 from deployments.serve.rank_placement import placement_options, require_room
 from engine.errors import ConfigError
@@ -64,10 +65,21 @@ def test_an_unknown_strategy_is_refused() -> None:
 
 
 def test_more_ranks_than_a_node_has_gpus() -> None:
-    require_room("STRICT_PACK", 8.0, [8.0, 8.0])
-    require_room("STRICT_PACK", 8.0, [])
-    require_room("PACK", 16.0, [8.0, 8.0])
+    require_room("STRICT_PACK", 8.0, [8.0, 8.0], autoscales=False)
+    require_room("STRICT_PACK", 8.0, [], autoscales=False)
+    require_room("PACK", 16.0, [8.0, 8.0], autoscales=False)
     with pytest.raises(
         ConfigError, match=r"tensor_parallel_size=16 exceeds the 8 GPUs of the largest node; set .* PACK"
     ):
-        require_room("STRICT_PACK", 16.0, [8.0, 4.0])
+        require_room("STRICT_PACK", 16.0, [8.0, 4.0], autoscales=False)
+
+
+@pytest.mark.filterwarnings("ignore:The `metrics_interval_s` field:DeprecationWarning")  # which Ray reads itself
+def test_an_autoscaling_cluster_may_add_larger_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deployments.app._of_nodes", lambda _: [1.0])
+    args: dict[str, Any] = {"model": "m", "engine": {"tensor_parallel_size": 2}, "autoscaling": {"max_replicas": 2}}
+    deployment = _engine_deployment(AppConfig.parse(args))
+    assert deployment.ray_actor_options == {"num_cpus": 0.5, "num_gpus": 2.0}
+    args["autoscaling"] = {}
+    with pytest.raises(ConfigError, match="the cluster has 1"):
+        _engine_deployment(AppConfig.parse(args))
