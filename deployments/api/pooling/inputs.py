@@ -34,7 +34,7 @@ else:  # before Python 3.12 it has no parameters
 
 
 def as_texts(value: object, info: ValidationInfo) -> list[str]:
-    """Return a text, or a list of them, as a list; raises ApiError with status 400 that shows what is not text."""
+    """Return a text, or a list of them, as a list; raises ApiError with status 400 for another value."""
     if isinstance(value, str):
         return [value]
     return _checked(value, str(info.field_name), _all_are(str), _ONE_TEXT)
@@ -44,7 +44,7 @@ def as_documents(value: object, info: ValidationInfo) -> list[str]:
     """Return the texts of documents, each a text or, as Cohere's and Jina's clients may send it, an object with one.
 
     Raises:
-        ApiError: 400 that shows the first one that is neither.
+        ApiError: 400 that shows the first item of another kind.
     """
     remedy = 'give a list of texts, or of objects {"text": ...}'
     documents = _checked(value, str(info.field_name), _are_documents, remedy)
@@ -57,7 +57,7 @@ def as_inputs(value: object, info: ValidationInfo) -> list[str | TokenIds]:
     Lists of ids are emptied slice by slice: to free millions of numbers at once takes as long as to check them.
 
     Raises:
-        ApiError: 400 that shows the first item that is none of these, or of another kind than the first one.
+        ApiError: 400 that shows the first item of another kind than these, or than the first one.
     """
     name = str(info.field_name)
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""FaultyDisk: a disk of which one operation fails, or all from one on, as when the process is killed.
+"""FaultyDisk: a disk on which one operation fails, or all from one on, as when the process is killed.
 
 InterruptedDisk: a disk that does something else before one of its operations, as when another process is faster.
 """
