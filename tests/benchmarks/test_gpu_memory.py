@@ -125,6 +125,19 @@ def test_what_the_sanitizer_finds_is_a_fault(
     assert faults == [f"{STORE}: Invalid __global__ read of size 4 bytes at prefill_kernel+0x1d0"]
 
 
+def test_an_error_outside_a_kernel_is_a_fault(
+    tmp_path: Path, gpu_part: PartRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = 'Program hit cudaErrorInvalidValue (error 1) due to "invalid argument" on CUDA API call to cudaMemcpyAsync.'
+    report = f"========= {call}\n=========     Saved host backtrace up to driver entry point at error\n{REPORT}"
+    put_tool(tmp_path / "bin", monkeypatch, f"cat <<'END'\n{report}\nEND\nexit 86")
+    memcheck.run(gpu_part, [STORE])
+    assert outcome(gpu_part)[1][:2] == [  # then, that the part has not run
+        f"{STORE}: {call}",
+        f"{STORE}: Invalid __global__ read of size 4 bytes at prefill_kernel+0x1d0",
+    ]
+
+
 def test_a_sanitizer_that_fails_is_a_fault(tmp_path: Path, gpu_part: PartRun, monkeypatch: pytest.MonkeyPatch) -> None:
     put_tool(tmp_path / "bin", monkeypatch, "exit 1")
     memcheck.run(gpu_part, [STORE])

@@ -22,8 +22,9 @@ TOOL = "compute-sanitizer"
 USUAL_PLACE = Path("/usr/local/cuda/bin") / TOOL
 FOUND_ERRORS = 86  # exit code
 MOST_ERRORS = 20  # that are printed
-ERROR = re.compile(r"^=+ ((?:Invalid|Misaligned|Out-of-range|Program hit).*)$", re.MULTILINE)
-PLACE = re.compile(r"^=+ +at (?:0x[0-9a-f]+ in )?(.+)$", re.MULTILINE)
+ERROR = re.compile(  # the kernel is on the next line, unless a call of CUDA has failed
+    r"^=+ ((?:Invalid|Misaligned|Out-of-range|Program hit).*)(?:\n=+ +at (?:0x[0-9a-f]+ in )?(.+))?$", re.MULTILINE
+)
 ROOT = Path(__file__).parents[3]
 
 
@@ -66,11 +67,11 @@ def _run_target(part: PartRun, work: Path, tool: list[str], target: str, argumen
     process = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
     output = process.stdout.decode(errors="replace")
     print(output, flush=True)  # the runner keeps its end
-    errors, places = ERROR.findall(output), PLACE.findall(output)
+    errors = ERROR.findall(output)
     _, faults = read_results(results)
     part.record(target, {"errors": len(errors), "exit_code": process.returncode})
-    for error, place in dict.fromkeys(zip(errors, places, strict=False)):
-        part.fault(f"{target}: {error} at {place}")
+    for error, kernel in dict.fromkeys(errors):
+        part.fault(f"{target}: {error}{f' at {kernel}' if kernel else ''}")
     if not errors and process.returncode:
         part.fault(f"{target}: {TOOL} ended with exit code {process.returncode}")
     for fault in faults:
