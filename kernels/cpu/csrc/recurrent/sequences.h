@@ -1,4 +1,4 @@
-/* The sequences of a step as recurrent layers see them; kernels/recurrent/metadata.py draws the layout. */
+/* The sequences of a step as recurrent layers see them; kernels/recurrent_metadata.py draws the layout. */
 #ifndef PAGODA_SEQUENCES_H
 #define PAGODA_SEQUENCES_H
 
