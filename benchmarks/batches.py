@@ -1,7 +1,7 @@
 """`python -m benchmarks.batches`: a batch beside clients that stream, against each of them alone.
 
-The clients, each of which sends its next request when its answer has ended, the batch, and both alternate. The total is
-what the engines generate for clients and batch. Client and server share this machine.
+The clients, the batch, and both alternate; a client sends its next request when its answer has ended. The total is what
+the engines generate for clients and batch. Client and server share this machine.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def estimate_capacity(config: EngineConfig, *, on_several_hosts: bool = False) -
         ConfigError: an option does not fit the model or the machine, or the KV cache holds no sequence.
         ModelLoadError: the checkpoint cannot be served.
     """
-    shard = ModelShard(config, 0, is_alone=on_several_hosts)
+    shard = ModelShard(config, 0, owns_host=on_several_hosts)
     config = config.on_device(shard.device.type)
     known = Capacity(
         shard.model_config.architecture,

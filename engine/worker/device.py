@@ -22,7 +22,7 @@ _TRITON_VARIABLES = ("TRITON_HOME", "TRITON_CACHE_DIR")
 def resolve_device(config: EngineConfig, rank: int | None) -> torch.device:
     """Return a rank's device: ``auto`` is a GPU if there is one, and each rank has a GPU of its own.
 
-    ``rank`` is its number among those that share this host's GPUs; None: it is alone, whatever number it has.
+    ``rank`` is its number among those that share this host's GPUs; None: no other rank runs on this host.
 
     A GPU always has an index, because ``torch.cuda.set_device`` refuses a device without one. ``cuda`` alone is the
     calling thread's current GPU. The first call for a GPU also configures torch's allocator: see below.
@@ -84,15 +84,15 @@ def default_num_threads() -> int:
     return threads if os.environ.get("OMP_NUM_THREADS") else min(threads, available_cpus())
 
 
-def set_rank_threads(config: EngineConfig, rank: int, *, has_cpu_kernels: bool, is_alone: bool = False) -> None:
-    """Limit torch and the CPU kernels to this rank's share of the threads; to all if it is alone on its host.
+def set_rank_threads(config: EngineConfig, rank: int, *, has_cpu_kernels: bool, owns_host: bool = False) -> None:
+    """Limit torch and the CPU kernels to this rank's share of the host's threads: all if it ``owns_host``.
 
     Without ``num_threads``, the ranks other than 0 start with their share already: see ``RemoteRanks``.
     """
     threads = config.num_threads or default_num_threads()
     if threads < torch.get_num_threads():  # which knows no quota
         torch.set_num_threads(threads)
-    if not is_alone and (config.num_threads is not None or rank == 0):
+    if not owns_host and (config.num_threads is not None or rank == 0):
         threads = max(1, threads // config.tensor_parallel_size)
     if config.num_threads is not None:
         torch.set_num_threads(threads)

@@ -65,7 +65,7 @@ class ModelShard:
     Args:
         config: options of the engine.
         rank: this one.
-        is_alone: on its host, and so has its own first GPU; else the ranks share the host's GPUs.
+        owns_host: no other rank runs on this host, so its first GPU is this rank's; else they share its GPUs.
 
     Attributes:
         model: the model, after ``load``.
@@ -80,10 +80,10 @@ class ModelShard:
 
     model: Decoder | CpuDecoder | TransformersDecoder
 
-    def __init__(self, config: EngineConfig, rank: int, *, is_alone: bool = False) -> None:
+    def __init__(self, config: EngineConfig, rank: int, *, owns_host: bool = False) -> None:
         self.config = config
         self.rank = rank
-        self.device = resolve_device(config, None if is_alone else rank)
+        self.device = resolve_device(config, None if owns_host else rank)
         self.hf_config = load_hf_config(config.model)
         self.model_config = read_shape(self.hf_config, config.model_impl, config.tensor_parallel_size)
         self.dtype = self._choose_dtype()

@@ -64,7 +64,7 @@ class ModelWorker:
         self.config = config
         self.rank = rank
         self._host = host
-        self.shard = ModelShard(config, rank, is_alone=bool(host))
+        self.shard = ModelShard(config, rank, owns_host=bool(host))
         self.graphs = StepGraphs(self.shard)
         self.draft_passes: DraftPasses | None = None
         self._parallel = TensorParallel()
@@ -80,7 +80,7 @@ class ModelWorker:
         use_device(device)
         if device.type == "cpu":
             has_kernels = self.shard.backend.uses_cpu_kernels
-            set_rank_threads(self.config, self.rank, has_cpu_kernels=has_kernels, is_alone=bool(self._host))
+            set_rank_threads(self.config, self.rank, has_cpu_kernels=has_kernels, owns_host=bool(self._host))
         size = self.config.tensor_parallel_size
         self._parallel = TensorParallel.join(self.rank, size, device, rendezvous, self._host)
         self.shard.load(self._parallel)

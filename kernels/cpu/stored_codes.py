@@ -72,7 +72,7 @@ def _factors(part: torch.Tensor | None) -> CStoredFactors:
 
 
 def largest_octet(octets: torch.Tensor, mask: int) -> int:
-    """Return the largest of bytes, of which the bits of ``mask`` count; 0 of none.
+    """Return the largest byte, or 0 without bytes; only the bits of ``mask`` count.
 
     Args:
         octets: of any type of one byte, contiguous.

@@ -240,7 +240,7 @@ class CpuDecoder:
         return hidden.float() * self._embedding_multiplier
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return hidden states after the last norm, of which the logits are computed."""
+        """Return hidden states after the last norm, from which the logits are computed."""
         return F.rms_norm(hidden, hidden.shape[-1:], self.norm, self.config.rms_norm_eps)
 
     def compute_logits(self, hidden: torch.Tensor, token_indices: torch.Tensor) -> torch.Tensor | None:

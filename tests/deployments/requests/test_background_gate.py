@@ -138,14 +138,14 @@ def test_where_some_gaps_are_long_more_run() -> None:
 
 def test_prompts_that_make_no_step_longer_than_the_longest_start_more_often() -> None:
     one = with_gaps(0.03, max_slowdown=1.2)
-    assert len(one.fill(10, num_tokens=1000)) == 1  # 10 ms beside a step of 11, of which 5% of the time are 200 ms
+    assert len(one.fill(10, num_tokens=1000)) == 1  # 10 ms beside a step of 11: 5% of the time in 200 ms
     one.clock.now += 0.19
     assert not one.gate.has_room("a", 10)
     one.clock.now += 0.02
     assert len(one.fill(10, num_tokens=2500)) == 1  # 25 ms are too long
     one.clock.now += 2.4
     assert not one.gate.has_room("a", 10)
-    one.clock.now += 0.2  # 200 steps, of which half have half of that prompt
+    one.clock.now += 0.2  # 200 steps; half of them have half of that prompt
     assert one.gate.has_room("a", 10)
 
 

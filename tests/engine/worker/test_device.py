@@ -148,11 +148,11 @@ def test_a_users_own_number_of_threads_stays(eight_torch_threads: list[int], mon
     assert eight_torch_threads[-1] == 6
 
 
-@pytest.mark.parametrize(("is_alone", "expected"), [(False, 2), (True, 8)])
-def test_a_rank_that_is_alone_on_its_host_has_all_of_its_threads(
-    eight_torch_threads: list[int], is_alone: bool, expected: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("owns_host", "expected"), [(False, 2), (True, 8)])
+def test_a_rank_that_owns_its_host_has_all_of_its_threads(
+    eight_torch_threads: list[int], owns_host: bool, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_module, "available_cpus", lambda: 64)
     config = EngineConfig(model="m", device="cpu", num_threads=8, tensor_parallel_size=4)
-    set_rank_threads(config, 3, has_cpu_kernels=False, is_alone=is_alone)
+    set_rank_threads(config, 3, has_cpu_kernels=False, owns_host=owns_host)
     assert eight_torch_threads[-1] == expected

@@ -1,4 +1,4 @@
-"""AltUp and ResidualStreams: several residual streams, of which each layer computes one and corrects the others.
+"""AltUp and ResidualStreams: several residual streams. Each layer computes one and corrects the others.
 
 Streams are one tensor, ``[num_streams, num_tokens, hidden_size]``.
 """

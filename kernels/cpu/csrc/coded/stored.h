@@ -36,7 +36,7 @@ typedef struct {
 /* Packs rows. `panels` begins at a weight's words or at a part of them; lanes of other outputs stay as they are. */
 void pagoda_pack_stored(uint8_t *panels, const pagoda_code_format *format, const pagoda_stored_codes *stored);
 
-/* The largest of bytes, of which the bits of `mask` count. */
+/* The largest byte; only the bits of `mask` count. */
 int32_t pagoda_largest_octet(const uint8_t *octets, int64_t count, int32_t mask);
 
 /* The largest bits, but for their signs, of floats of 16 or 32 bits: those of the largest one, or of a NaN. 0 of none. */

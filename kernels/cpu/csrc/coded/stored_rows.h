@@ -21,7 +21,7 @@ INLINE void put_half(uint8_t *factors, int i, uint16_t bits) { memcpy(factors + 
 
 /* --- codes of one or two a byte ----------------------------------------------------------------------------------- */
 
-/* Unpacks 256 codes of 128 bytes; of the last ones of an output, of which `count` are left, no byte more is read. */
+/* Unpacks 256 codes of 128 bytes; at the end of an output `count` codes are left, and only their bytes are read. */
 INLINE void unpack_pairs(uint8_t *codes, const uint8_t *from, int64_t count, bool is_high_first) {
     typedef uint8_t u8x32 __attribute__((vector_size(32)));
     typedef uint16_t u16x32 __attribute__((vector_size(64)));
@@ -46,7 +46,7 @@ INLINE void copy_octets(uint8_t *codes, const uint8_t *from, int64_t count, uint
     for (int64_t i = 0; i < min(count, SEGMENT_INPUTS); i++) codes[i] = from[i] ^ changed_bits;
 }
 
-/* --- GGUF's blocks of 32, of which a segment has eight, or fewer at the end ----------------------------------------- */
+/* --- GGUF's blocks of 32: a segment has eight, or fewer at the end ----------------------------------------- */
 
 /* What follows the scale, and maybe the minimum, of a block. */
 enum { NO_FIFTH = 0, HAS_FIFTH = 1 };
@@ -77,7 +77,7 @@ INLINE void read_mxfp4(const segment_row *to, const uint8_t *block, int num_bloc
     }
 }
 
-/* --- GGUF's blocks of 256, of which a segment is one ----------------------------------------------------------------- */
+/* --- GGUF's blocks of 256: a segment is one block ----------------------------------------------------------------- */
 
 INLINE void put_inner(uint8_t *factors, const uint8_t *from, int count) {
     for (int i = 0; i < count; i++) factors[i * LANES] = from[i];
@@ -149,7 +149,7 @@ INLINE gguf_block block_of_type(int type) {
     return (gguf_block){0, 1};
 }
 
-/* Reads the segment that begins at input `first` of a row, of which `count` inputs are left. */
+/* Reads the segment that begins at input `first` of a row; `count` inputs are left. */
 INLINE void read_gguf(const segment_row *to, const uint8_t *row, int64_t first, int64_t count, int type) {
     const gguf_block own = block_of_type(type);
     const uint8_t *block = row + first / own.elements * own.bytes;

@@ -1,4 +1,4 @@
-/* Several residual streams, of which each layer computes one and corrects the others: alternating updates (Baykal et
+/* Several residual streams. Each layer computes one and corrects the others by alternating updates (Baykal et
  * al., 2023), as Gemma 3n has them. Streams are float32 [num_streams, num_tokens, hidden_size]. */
 #ifndef PAGODA_ALTUP_H
 #define PAGODA_ALTUP_H

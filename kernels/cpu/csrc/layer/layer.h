@@ -119,8 +119,8 @@ void pagoda_add_dense_and_experts(const pagoda_layer *layer, float *hidden, floa
                                   int32_t num_tokens);
 
 /* hidden = scale * (hidden + norm(projection(gelu(gate(hidden)) * own input))), after the feed-forward; nothing if the
- * layer has no such input. With several streams, of which the active one gates, all but the first are added to. No rank
- * sums: all compute the same. */
+ * layer has no such input. With several streams the active one gates, and all but the first are added to. No rank sums:
+ * all compute the same. */
 void pagoda_add_own_input(const pagoda_layer *layer, const pagoda_step *step);
 
 /* All of every layer; the caches are each layer's. One call, because between calls a Python program's

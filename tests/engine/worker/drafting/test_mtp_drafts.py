@@ -43,7 +43,7 @@ NUM_COMPARED = 60  # of the draft tokens of a setting
 
 
 def requests() -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts of which some begin alike, greedy and drawn answers."""
+    """Prompts, some of them with the same beginning, with greedy and drawn answers."""
     rng = random.Random(5)
     shared = random_tokens(rng, 21)
     prompts = [shared * (index % 2) + random_tokens(rng, rng.randint(1, 30)) for index in range(12)]
