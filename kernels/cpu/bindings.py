@@ -306,6 +306,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pagoda_gated_delta_rule": (None, (ctypes.POINTER(CDeltaRuleCall),)),
     "pagoda_gguf_is_finite": (_INT32, (_POINTER, _INT64, _INT32)),
     "pagoda_has_int8": (_INT32, ()),
+    "pagoda_has_tiles": (_INT32, ()),
     "pagoda_largest_magnitude": (_INT32, (_POINTER, _INT64, _INT32)),
     "pagoda_largest_octet": (_INT32, (_POINTER, _INT64, _INT32)),
     "pagoda_layers": (None, (_POINTERS, _INT32, _STEP, _CACHE)),

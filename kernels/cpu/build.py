@@ -1,8 +1,9 @@
 """build: compiles the C kernels with the system's compiler when they are first used, and caches the library.
 
-The library is built for the processor it runs on. Its file is named after a hash of the sources, the compiler, its
-flags and the processor's features, so a change of any of them builds another one. Without a compiler torch computes;
-see library.py. ``PAGODA_CPU_CFLAGS`` adds flags, such as "-march=x86-64-v3" to test what an older processor would run.
+The library is built for the processor it runs on, without AMX if the system refuses it. Its file is named after a hash
+of the sources, the compiler, its flags and the processor's features, so a change of any of them builds another one.
+Without a compiler torch computes; see library.py. ``PAGODA_CPU_CFLAGS`` adds flags, such as "-march=x86-64-v3" to test
+what an older processor would run.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 from kernels.cgroup import available_cpus
+from kernels.cpu.tiles import tiles_granted
 from kernels.home import home_for
 
 __all__ = ["BuildError", "build", "cache_directory", "compiler"]
@@ -94,7 +96,8 @@ def _only_builder(directory: Path) -> Iterator[None]:
 
 
 def _flags() -> list[str]:
-    return [*_FLAGS, *os.environ.get("PAGODA_CPU_CFLAGS", "").split()]
+    without_tiles = () if tiles_granted() else ("-DPAGODA_WITHOUT_TILES",)  # csrc/runtime/tiles.h
+    return [*_FLAGS, *without_tiles, *os.environ.get("PAGODA_CPU_CFLAGS", "").split()]
 
 
 def compiler() -> list[str]:

@@ -24,6 +24,7 @@ __all__ = [
     "WeightKind",
     "activation_number",
     "has_int8",
+    "has_tiles",
     "linear",
     "put_lanes",
     "words_per_row",
@@ -79,6 +80,11 @@ def activation_number(activation: Activation, *, has_gate: bool) -> int:
 def has_int8() -> bool:
     """Return whether the kernels multiply int8 on this machine, which takes AVX-512 VNNI."""
     return bool(require().pagoda_has_int8())
+
+
+def has_tiles() -> bool:
+    """Return whether the kernels multiply bfloat16 and int8 with AMX's tiles on this machine."""
+    return bool(require().pagoda_has_tiles())
 
 
 class PackedLinear:

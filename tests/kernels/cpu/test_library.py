@@ -82,6 +82,30 @@ def test_other_sources_are_another_library(tmp_path: Path, monkeypatch: pytest.M
     assert len(built) == 3
 
 
+def test_a_process_that_is_refused_tiles_has_a_library_without_them() -> None:
+    """The system refuses them to a process with a signal stack that is too small to save them."""
+    if "amx_bf16" not in Path("/proc/cpuinfo").read_text(encoding="utf-8"):
+        pytest.skip("this processor has no tiles")
+    program = """
+import ctypes
+from kernels.cpu.build import build
+from kernels.cpu.library import library
+class Stack(ctypes.Structure):
+    _fields_ = (("address", ctypes.c_void_p), ("flags", ctypes.c_int), ("bytes", ctypes.c_size_t))
+memory = ctypes.create_string_buffer(8192)
+stack = Stack(ctypes.addressof(memory), 0, 8192)
+assert ctypes.CDLL(None).sigaltstack(ctypes.byref(stack), None) == 0
+print(build().name, library().pagoda_has_tiles())
+"""
+    root = Path(__file__).parents[3]
+    run = subprocess.run(
+        [sys.executable, "-c", program], check=True, timeout=120, cwd=root, capture_output=True, text=True
+    )
+    name, has_tiles = run.stdout.split()
+    assert has_tiles == "0"
+    assert name != build().name
+
+
 def test_without_a_compiler_the_error_lists_those_that_it_looked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@
 #include "runtime/integers.h"
 #include "runtime/scratch.h"
 #include "runtime/threads.h"
+#include "runtime/tiles.h"
 #include "runtime/vector.h"
 
 enum {
@@ -18,6 +19,8 @@ enum {
 };
 
 int32_t pagoda_has_int8(void) { return PAGODA_HAS_INT8; }
+
+int32_t pagoda_has_tiles(void) { return PAGODA_HAS_TILES; }
 
 int32_t pagoda_num_words(int32_t kind, int32_t in_features) {
     if (kind == PAGODA_CODED) return (int32_t)divide_up(in_features, BLOCK_INPUTS) * ROW_BLOCK_WORDS;

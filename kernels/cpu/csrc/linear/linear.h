@@ -54,6 +54,9 @@ typedef enum {
 /* Whether the library was built with the int8 instruction (AVX-512 VNNI). If not, no weight may be PAGODA_INT8. */
 int32_t pagoda_has_int8(void);
 
+/* Whether it was built with AMX's tiles (runtime/tiles.h), and may use them. Then they multiply bfloat16 and int8. */
+int32_t pagoda_has_tiles(void);
+
 /* Words of one row of in_features elements; of weights that are coded, this is about their activations only. */
 int32_t pagoda_num_words(int32_t kind, int32_t in_features);
 
