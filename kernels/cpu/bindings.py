@@ -315,6 +315,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pagoda_match_rows": (None, (_POINTER, _POINTER, _INT32, _INT32)),
     "pagoda_mixer_half": (None, (_LAYER, _STEP, _CACHE)),
     "pagoda_mlp_half": (None, (_LAYER, _STEP)),
+    "pagoda_num_words": (_INT32, (_INT32, _INT32)),
     "pagoda_pack_rows_for": (None, (_ROWS, _POINTER, _INT32, _WEIGHT, _POINTER, _FLOAT)),
     "pagoda_pack_weight": (None, (*(_POINTER,) * 4, *(_INT32,) * 7)),
     "pagoda_pack_stored": (None, (_POINTER, ctypes.POINTER(CCodeFormat), ctypes.POINTER(CStoredCodes))),

@@ -57,19 +57,9 @@ class WeightKind(IntEnum):
         return self in (WeightKind.CODED, WeightKind.FLOAT_CODED)
 
 
-_WORDS = {  # inputs, and the words that their activations take
-    WeightKind.FLOAT32: (1, 1),
-    WeightKind.BFLOAT16: (2, 1),
-    WeightKind.INT8: (4, 1),
-    WeightKind.CODED: (32, 12),
-    WeightKind.FLOAT_CODED: (2, 1),
-}
-
-
 def words_per_row(kind: WeightKind, in_features: int) -> int:
     """Return how many 32-bit words one row of ``in_features`` elements takes."""
-    inputs, words = _WORDS[kind]
-    return -(-in_features // inputs) * words
+    return int(require().pagoda_num_words(kind, in_features))
 
 
 def activation_number(activation: Activation, *, has_gate: bool) -> int:

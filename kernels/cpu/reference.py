@@ -31,6 +31,23 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kin
     return (product if bias is None else product + bias).float()
 
 
+def tiled_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Compute the bits of x W^T in bfloat16 with AMX's tiles, float32, of [rows, in] and [out, in].
+
+    Of every 32 inputs the even and the odd ones are summed apart, by fused multiply-adds: float64 rounds like them but
+    for one sum in 2^29. Then the two sums are added to that of earlier inputs. Where a denormal number arises,
+    `torch.set_flush_denormal` must be on, as the tiles round it to 0.
+    """
+    words = [F.pad(m.bfloat16().float(), (0, -m.shape[1] % 32)).unflatten(1, (-1, 16, 2)).double() for m in (x, weight)]
+    total = torch.zeros(len(x), len(weight))
+    for rows, outputs in zip(*(matrix.unbind(1) for matrix in words), strict=True):  # [rows, 16, 2], [outputs, 16, 2]
+        sums = torch.zeros(len(x), len(weight), 2)
+        for word in range(16):
+            sums = (sums.double() + rows[:, None, word] * outputs[None, :, word]).float()
+        total += sums[..., 0] + sums[..., 1]
+    return total
+
+
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return int8 [rows, width] and float32 scales [rows, 1]: the largest element of a row becomes 127 or -127."""
     largest = x.float().abs().amax(dim=1, keepdim=True)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.cpu import reference
-from kernels.cpu.linear import LANES, PackedLinear, WeightKind, has_int8, linear, put_lanes
+from kernels.cpu.linear import LANES, PackedLinear, WeightKind, has_int8, has_tiles, linear, put_lanes
 
 # Relative to the largest result. float32 sums in another order; so does bfloat16, whose products are exact; an element
 # halfway between two int8 steps may be rounded to either.
@@ -30,6 +32,39 @@ def check(num_rows: int, in_features: int, out_features: int, kind: WeightKind, 
     wanted = reference.linear(x, weight, bias, kind)
     worst = max(1.0, float(wanted.abs().amax())) if num_rows else 1.0
     assert torch.allclose(linear(x, packed), wanted, rtol=0, atol=TOLERANCES[kind] * worst)
+
+
+@pytest.fixture
+def _tiles() -> Iterator[None]:
+    if not has_tiles():
+        pytest.skip("this processor has no tiles")
+    torch.set_flush_denormal(True)
+    yield
+    torch.set_flush_denormal(False)
+
+
+@pytest.mark.usefixtures("_tiles")
+@pytest.mark.parametrize("scale", [1.0, 1e-19, 1e19])  # products are denormal with the second, infinite with the third
+@pytest.mark.parametrize(
+    ("num_rows", "in_features"), [(1, 96), (2, 64), (15, 32), (16, 1), (17, 31), (33, 33), (49, 190), (80, 2048)]
+)
+def test_tiles_add_in_the_order_of_the_reference(num_rows: int, in_features: int, scale: float) -> None:
+    x, weight = torch.randn(num_rows, in_features) * scale, torch.randn(70, in_features) * scale
+    packed = PackedLinear(WeightKind.BFLOAT16, in_features, 70)
+    packed.set_weight(weight)
+    assert torch.equal(linear(x, packed).nan_to_num(7.0), reference.tiled_linear(x, weight).nan_to_num(7.0))
+
+
+@pytest.mark.usefixtures("_tiles")
+def test_tiles_are_shared_with_torch() -> None:
+    """Torch's products configure and release the same thread's tiles."""
+    x, weight = torch.randn(64, 512), torch.randn(512, 512)
+    packed = PackedLinear(WeightKind.BFLOAT16, 512, 512)
+    packed.set_weight(weight)
+    ours, theirs = linear(x, packed), x.bfloat16() @ weight.bfloat16().t()
+    for num_rows in (64, 1, 40, 64):
+        assert torch.equal(linear(x[:num_rows], packed), ours[:num_rows])
+        assert torch.equal(x.bfloat16() @ weight.bfloat16().t(), theirs)
 
 
 @pytest.mark.parametrize("kind", PLAIN_KINDS)
@@ -142,9 +177,11 @@ def test_int8_rows_of_zeros_give_zeros() -> None:
     assert not linear(torch.zeros(2, 64), packed).any()
 
 
-def test_a_row_of_nan_changes_no_other_row() -> None:
-    x, weight = torch.randn(18, 64), torch.randn(32, 64)
-    packed = PackedLinear(WeightKind.BFLOAT16, 64, 32)
+@pytest.mark.parametrize("in_features", [64, 37])
+@pytest.mark.parametrize("num_rows", [4, 18, 40])
+def test_a_row_of_nan_changes_no_other_row(num_rows: int, in_features: int) -> None:
+    x, weight = torch.randn(num_rows, in_features), torch.randn(32, in_features)
+    packed = PackedLinear(WeightKind.BFLOAT16, in_features, 32)
     packed.set_weight(weight)
     clean = linear(x, packed)
     x[3] = torch.nan
@@ -152,6 +189,18 @@ def test_a_row_of_nan_changes_no_other_row() -> None:
     assert spoilt[3].isnan().all()
     assert torch.equal(spoilt[:3], clean[:3])
     assert torch.equal(spoilt[4:], clean[4:])
+
+
+@pytest.mark.parametrize("in_features", [64, 37])
+def test_an_output_of_nan_changes_no_other_output(in_features: int) -> None:
+    x, weight = torch.randn(20, in_features), torch.randn(40, in_features)
+    weight[16] = torch.nan  # the first of its panel: rows must not be multiplied with what follows theirs
+    packed = PackedLinear(WeightKind.BFLOAT16, in_features, 40)
+    packed.set_weight(weight)
+    output = linear(x, packed)
+    assert output[:, 16].isnan().all()
+    assert output[:, :16].isfinite().all()
+    assert output[:, 17:].isfinite().all()
 
 
 @pytest.mark.parametrize(

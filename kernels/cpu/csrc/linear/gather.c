@@ -51,7 +51,8 @@ static void gather_packed_row(void *args, int64_t index) {
     }
     const uint32_t *lane = table->words + row / LANES * num_words * LANES + row % LANES;
     float *output = call->output + index * width;
-    for (int64_t k = 0; k < num_words; k++) {
+    const int64_t per_word = table->kind == PAGODA_F32 ? 1 : 2;
+    for (int64_t k = 0; k * per_word < width; k++) {
         uint32_t word = lane[k * LANES];
         if (table->kind == PAGODA_F32) {
             float value;

@@ -25,7 +25,8 @@ int32_t pagoda_has_tiles(void) { return PAGODA_HAS_TILES; }
 int32_t pagoda_num_words(int32_t kind, int32_t in_features) {
     if (kind == PAGODA_CODED) return (int32_t)divide_up(in_features, BLOCK_INPUTS) * ROW_BLOCK_WORDS;
     const bool has_pairs = kind == PAGODA_BF16 || kind == PAGODA_FLOAT_CODED;
-    return (int32_t)divide_up(in_features, kind == PAGODA_INT8 ? 4 : has_pairs ? 2 : 1);
+    const int64_t num_words = divide_up(in_features, kind == PAGODA_INT8 ? 4 : has_pairs ? 2 : 1);
+    return (int32_t)(pagoda_is_tiled(kind) ? divide_up(num_words, LANES) * LANES : num_words);
 }
 
 pagoda_epilogue pagoda_epilogue_of(int32_t activation) {
@@ -54,6 +55,9 @@ typedef void (*tile_function)(void *sums, const uint32_t *rows, int64_t row_step
 #include "linear/linear_tiles_avx2.h"
 #else
 #include "linear/linear_tiles.h"
+#endif
+#if PAGODA_HAS_TILES
+#include "linear/linear_amx.h"
 #endif
 
 /* The inner loop for num_rows rows, a whole tile or part of one. */
@@ -113,19 +117,23 @@ INLINE f32x16 relu_squared(f32x16 x) {
     return positive * positive;
 }
 
+/* Whether pairs of panels give the outputs of one: a panel of gates, and the panel it multiplies. */
+INLINE bool is_gated(const linear_call *call) {
+    return call->epilogue == PAGODA_SILU_MUL || call->epilogue == PAGODA_GELU_MUL;
+}
+
 /* Turns the sums of a tile into outputs. */
 static void finish(const linear_call *call, const float *sums, int64_t first_row, int num_rows, int64_t panel,
                    int num_panels) {
     int64_t width = call->weight->out_features;
-    const bool is_gated = call->epilogue == PAGODA_SILU_MUL || call->epilogue == PAGODA_GELU_MUL;
-    const int step = is_gated ? 2 : 1; /* a panel of gates, and the panel it multiplies */
+    const int step = is_gated(call) ? 2 : 1;
     for (int p = 0; p < num_panels; p += step)
         for (int r = 0; r < num_rows; r++) {
             const float *sum = sums + (p * num_rows + r) * LANES;
             float *row = call->output + (first_row + r) * call->stride;
             f32x16 value = product(call, sum, first_row + r, panel + p);
             if (call->epilogue == PAGODA_STORE_RELU_SQUARED) value = relu_squared(value);
-            if (!is_gated) {
+            if (!is_gated(call)) {
                 put(row + (panel + p) * LANES, value, width - (panel + p) * LANES, call->epilogue == PAGODA_ADD);
             } else {
                 f32x16 up = product(call, sum + num_rows * LANES, first_row + r, panel + p + 1);
@@ -138,8 +146,7 @@ static void finish(const linear_call *call, const float *sums, int64_t first_row
 
 /* Prefetches where some rows' outputs of some panels go: they are written once, after the products. */
 INLINE void fetch_outputs(const linear_call *call, int64_t first_row, int num_rows, int64_t panel, int num_panels) {
-    const bool is_gated = call->epilogue == PAGODA_SILU_MUL || call->epilogue == PAGODA_GELU_MUL;
-    const int step = is_gated ? 2 : 1;
+    const int step = is_gated(call) ? 2 : 1;
     for (int r = 0; r < num_rows; r++) {
         const float *row = call->output + (first_row + r) * call->stride;
         for (int p = 0; p < num_panels; p += step) __builtin_prefetch(row + (panel + p) / step * LANES, 1, 3);
@@ -185,6 +192,55 @@ static void multiply_group(const linear_call *call, int64_t panel, int64_t row, 
         finish(call, sums, row, num_rows, panel, MAX_PANELS_AT_ONCE);
     }
 }
+
+#if PAGODA_HAS_TILES
+/* Multiplies more than one tile of rows, at most two, with two panels. */
+static void multiply_amx_pair(const linear_call *call, int64_t panel, int64_t row, int num_rows, amx_fetch *fetch) {
+    _Alignas(64) float sums[2 * TWO_TILES * LANES];
+    const int64_t num_words = call->num_words, second_rows = num_rows - TILE_ROWS;
+    const uint32_t *rows = call->rows->words + row * num_words;
+    const uint32_t *weights = call->weight->words + panel * num_words * LANES;
+    fetch->outputs = call->output + row * call->stride + panel / (is_gated(call) ? 2 : 1) * LANES;
+    fetch->stride = call->stride;
+    fetch->num_rows = num_rows;
+    fetch->rows_at_once = divide_up(num_rows * TILE_WORDS, num_words);
+    if (call->weight->kind == PAGODA_INT8)
+        multiply_two_tiles(sums, rows, second_rows, weights, num_words, fetch, true);
+    else
+        multiply_two_tiles(sums, rows, second_rows, weights, num_words, fetch, false);
+    finish(call, sums, row, num_rows, panel, 2);
+}
+
+/* Multiplies a tile of rows with a group of panels. */
+static void multiply_amx_tile(const linear_call *call, int64_t panel, int64_t row, int num_rows) {
+    _Alignas(64) float sums[MAX_PANELS_AT_ONCE * TILE_ROWS * LANES];
+    const int64_t num_words = call->num_words;
+    const uint32_t *rows = call->rows->words + row * num_words;
+    const uint32_t *weights = call->weight->words + panel * num_words * LANES;
+    fetch_outputs(call, row, num_rows, panel, MAX_PANELS_AT_ONCE);
+    if (call->weight->kind == PAGODA_INT8) multiply_one_tile(sums, rows, num_rows, weights, num_words, true);
+    else multiply_one_tile(sums, rows, num_rows, weights, num_words, false);
+    finish(call, sums, row, num_rows, panel, MAX_PANELS_AT_ONCE);
+}
+
+/* Does what multiply_group does, with AMX's tiles. */
+static void multiply_amx_group(const linear_call *call, int64_t panel, int64_t row, int64_t end_row) {
+    const int64_t num_pairs = (end_row - row + TILE_ROWS - 1) / TWO_TILES;
+    const bool has_next = panel + MAX_PANELS_AT_ONCE < call->num_panels;
+    amx_fetch fetch = {call->weight->words + (panel + MAX_PANELS_AT_ONCE) * call->num_words * LANES, 0, NULL, 0, 0, 0};
+    if (has_next && num_pairs) fetch.lines = divide_up(LINES_OF_TILE * MAX_PANELS_AT_ONCE / 2, num_pairs);
+    for (int64_t pair = 0; pair < num_pairs; pair++, row += TWO_TILES) {
+        const int num_rows = (int)min(end_row - row, TWO_TILES);
+        tiles_configure(TILE_ROWS, num_rows - TILE_ROWS);
+        for (int p = 0; p < MAX_PANELS_AT_ONCE; p += 2) multiply_amx_pair(call, panel + p, row, num_rows, &fetch);
+    }
+    if (row < end_row) {
+        tiles_configure((int)(end_row - row), (int)(end_row - row));
+        multiply_amx_tile(call, panel, row, (int)(end_row - row));
+    }
+    tiles_release();
+}
+#endif
 
 /* Four coded panels. */
 typedef struct {
@@ -297,6 +353,9 @@ static void multiply_part(void *args, int64_t index) {
     const bool is_coded = call->weight->coded != NULL;
     for (; panel < end_panel; panel += MAX_PANELS_AT_ONCE) {
         if (is_coded) multiply_coded_group(call, panel, row, end_row);
+#if PAGODA_HAS_TILES
+        else if (pagoda_is_tiled(call->weight->kind)) multiply_amx_group(call, panel, row, end_row);
+#endif
         else multiply_group(call, panel, row, end_row);
     }
 }

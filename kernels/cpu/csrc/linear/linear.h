@@ -5,6 +5,9 @@
  *     weights      [panels, num_words, 16]   a panel is 16 outputs; a load gives all of them the same word
  *     activations  tiles of up to 16 rows, each [num_words, rows of the tile]; a load is broadcast to 16 outputs
  *
+ * AMX multiplies 16 words of 16 rows with a panel at once (runtime/tiles.h). There bfloat16 and int8 rows have multiples
+ * of 16 words, and a tile of rows is [num_words / 16, rows of the tile, 16].
+ *
  * int8 weights have a scale per output, activations one per row, and both are symmetric; activations are kept as
  * unsigned bytes, offset by 128, because that is what the processor's instruction multiplies.
  *
@@ -14,9 +17,11 @@
 #ifndef PAGODA_LINEAR_H
 #define PAGODA_LINEAR_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
 #include "coded/codes.h"
+#include "runtime/tiles.h"
 
 enum { PAGODA_F32 = 0, PAGODA_BF16 = 1, PAGODA_INT8 = 2, PAGODA_CODED = 3, PAGODA_FLOAT_CODED = 4 };
 enum { ROWS_PER_TILE = 16 };
@@ -57,7 +62,13 @@ int32_t pagoda_has_int8(void);
 /* Whether it was built with AMX's tiles (runtime/tiles.h), and may use them. Then they multiply bfloat16 and int8. */
 int32_t pagoda_has_tiles(void);
 
-/* Words of one row of in_features elements; of weights that are coded, this is about their activations only. */
+/* Whether weights of this kind are multiplied by AMX's tiles. */
+static inline bool pagoda_is_tiled(int32_t kind) {
+    return PAGODA_HAS_TILES && (kind == PAGODA_BF16 || kind == PAGODA_INT8);
+}
+
+/* Words of one row of in_features elements, and zeros that complete a tile's; of weights that are coded, this is about
+ * their activations only. */
 int32_t pagoda_num_words(int32_t kind, int32_t in_features);
 
 /* Part `index` of weights that lie one after another, `stride` outputs apart: the first `outputs` of them. A stride of

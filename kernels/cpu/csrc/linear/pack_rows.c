@@ -137,6 +137,18 @@ static void interleave(uint32_t *tile, const uint32_t *const *rows, int64_t num_
         for (int64_t r = 0; r < num_rows; r++) tile[k * num_rows + r] = rows[r][k];
 }
 
+/* Puts rows together, 16 words of each row after those of the one before it, as AMX reads them. */
+static void join_blocks(uint32_t *tile, const uint32_t *const *rows, int64_t num_rows, int64_t num_words) {
+    for (int64_t k = 0; k < num_words; k += LANES)
+        for (int64_t r = 0; r < num_rows; r++, tile += LANES) memcpy(tile, rows[r] + k, LANES * sizeof *tile);
+}
+
+/* Makes a tile of rows of words for weights of this kind. */
+static void make_tile(uint32_t *tile, const uint32_t *const *rows, int64_t num_rows, int64_t num_words, int32_t kind) {
+    if (pagoda_is_tiled(kind)) join_blocks(tile, rows, num_rows, num_words);
+    else interleave(tile, rows, num_rows, num_words);
+}
+
 /* The rows of one tile. */
 typedef struct {
     int64_t first, count;
@@ -162,10 +174,11 @@ static void pack_tile(void *args, int64_t index) {
         int64_t from = tile.first + r;
         read_row(call, (const char *)call->source + from * width * (call->source_is_bf16 ? 2 : 4), row);
         if (call->order) put_in_order(ordered, row, call->order, width);
+        if (pagoda_is_tiled(call->kind)) memset(words + num_words - LANES, 0, LANES * sizeof *words); /* what follows */
         make_words(call, call->order ? ordered : row, words, call->kind == PAGODA_INT8 ? call->rows->scales + from : NULL);
         packed[r] = words;
     }
-    interleave(call->rows->words + tile.first * num_words, packed, tile.count, num_words);
+    make_tile(call->rows->words + tile.first * num_words, packed, tile.count, num_words, call->kind);
 }
 
 void pagoda_pack_rows(pagoda_rows *rows, const void *source, int32_t source_is_bf16, int32_t kind, int32_t width,
@@ -212,7 +225,7 @@ static void gather_tile(void *args, int64_t index) {
         packed[r] = call->from->words + source * call->num_words;
         if (call->kind == PAGODA_INT8) call->rows->scales[row] = call->from->scales[source];
     }
-    interleave(call->rows->words + tile.first * call->num_words, packed, tile.count, call->num_words);
+    make_tile(call->rows->words + tile.first * call->num_words, packed, tile.count, call->num_words, call->kind);
 }
 
 void pagoda_gather_tiles(const pagoda_rows *rows, const pagoda_tiles *tiles, const int32_t *sources,

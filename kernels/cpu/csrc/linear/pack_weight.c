@@ -47,8 +47,8 @@ static void pack_int8(const pack_call *call, const void *row, uint32_t *lane, in
 
 /* Copies or rounds a row to one lane of a panel. */
 static void pack_floats(const pack_call *call, const void *row, uint32_t *lane) {
-    int32_t num_words = pagoda_num_words(call->kind, call->in_features);
-    for (int64_t k = 0; k < num_words; k++) {
+    const int64_t per_word = call->kind == PAGODA_BF16 ? 2 : 1;
+    for (int64_t k = 0; k * per_word < call->in_features; k++) {
         uint32_t word;
         if (call->kind == PAGODA_BF16) {
             float second = 2 * k + 1 < call->in_features ? element(call, row, 2 * k + 1) : 0;
@@ -91,7 +91,7 @@ static void pack_part(void *args, int64_t index) {
         uint32_t *words = call->words + panel * LANES * num_words;
         const char *source = (const char *)call->source + row * row_bytes;
         if (output % LANES == 0 && row + LANES <= end && is_packed_as_it_is(call)) {
-            copy_panel(source, num_words, words);
+            copy_panel(source, row_bytes / 4, words);
             return;
         }
         if (call->kind == PAGODA_INT8) pack_int8(call, source, words + output % LANES, panel * LANES + output % LANES);
