@@ -18,6 +18,7 @@ from urllib.request import getproxies_environment
 
 from deployments.cli.doctor.finding import Finding, State
 from kernels.cgroup import available_cpus, available_memory, machine_cpus
+from kernels.cpu.tiles import tiles_granted
 
 __all__ = [
     "check_clock",
@@ -54,6 +55,9 @@ def check_cpu() -> Iterable[Finding]:
     elif {"avx2", "fma"} <= flags:
         width = "AVX-512" if "avx512f" in flags else "AVX2"
         yield Finding("instructions", State.OK, ", ".join([width, *(name for name in FEATURES if name in flags)]))
+        if "amx_tile" in flags and not tiles_granted():
+            remedy = "use Linux 5.16 or later, and let the sandbox allow arch_prctl"
+            yield Finding("instructions", State.WARNING, "the system refuses AMX, which would be faster", remedy)
     else:
         remedy = "use a processor of 2013 or later, or let the virtual machine show its CPU model (host-passthrough)"
         yield Finding("instructions", State.WARNING, "neither AVX2 nor FMA: engines on the CPU are slow", remedy)

@@ -87,6 +87,18 @@ def test_the_driver(text: str, state: State, tmp_path: Path, monkeypatch: pytest
     assert ("580 or newer" in driver.remedy) == (state is State.ERROR)
 
 
+@pytest.mark.parametrize(("granted", "state"), [(True, State.OK), (False, State.WARNING)])
+def test_a_system_that_refuses_amx(
+    granted: bool, state: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpuinfo").write_text("processor\t: 0\nflags\t\t: fma avx2 avx512f avx512_bf16 amx_bf16 amx_tile\n")
+    monkeypatch.setattr(machine, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(machine.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(machine, "tiles_granted", lambda: granted)
+    *_, last = machine.check_cpu()
+    assert (last.subject, last.state) == ("instructions", state)
+
+
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
 def test_a_compiler_that_does_not_work(compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", compiler)
