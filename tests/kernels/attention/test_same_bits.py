@@ -108,6 +108,19 @@ def test_latents(num_threads: int, shape: tuple[int, int, int], dtype: torch.dty
     assert_same_bits(with_latents(whole, value_dim), chunks, num_threads)
 
 
+@each_pair(head_dim=[64, 80, 96, 256, 512], group_size=[1, 2, 5, 8, 9, 16], dtype=DTYPES)
+def test_head_dims_and_groups(head_dim: int, group_size: int, dtype: torch.dtype) -> None:
+    whole = make_batch([(150, 150), (40, 40)], Shape(2 * group_size, 2, head_dim, dtype=dtype))
+    assert_same_bits(whole, [(0, 90, 91), (0, 100, 150), (1, 0, 40)], 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_whose_sums_are_denormal(dtype: torch.dtype) -> None:
+    whole = make_batch([(150, 150)], Shape(4, 2, 64, dtype=dtype))
+    values = (whole.value_cache.float() * 2.0**-125).to(dtype)
+    assert_same_bits(replace(whole, value_cache=values), [(0, 70, 150)], 2)
+
+
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_any_batch(data: st.DataObject) -> None:

@@ -2,7 +2,7 @@
  * online softmax of FlashAttention-2 (Dao, 2023). A long context is divided into spans, so a single decode keeps every
  * thread busy; the thread that finishes last merges their results. Keys that begin several sequences are computed once
  * for all of them and merged with the rest of each (attention_plan.c). attention_in_place.h computes few rows,
- * attention_packed.h many.
+ * attention_packed.h many; of bfloat16 with AMX, attention_amx_in_place.h and attention_amx_packed.h do.
  *
  * A query gets the same bits from all of these. Its context is cut into tiles of 64 keys at multiples of 64. Of each
  * tile the largest score, the total of the weights and the weighted sum of the values are computed in one order of

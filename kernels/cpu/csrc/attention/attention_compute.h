@@ -4,12 +4,20 @@
 #ifndef PAGODA_ATTENTION_COMPUTE_H
 #define PAGODA_ATTENTION_COMPUTE_H
 
+#include "attention/attention_amx_in_place.h"
+#include "attention/attention_amx_packed.h"
 #include "attention/attention_in_place.h"
 #include "attention/attention_item.h"
 #include "attention/attention_packed.h"
 #include "attention/attention_plan.h"
 #include "runtime/scratch.h"
 #include "runtime/threads.h"
+
+/* A count rounded up to a multiple. */
+INLINE int rounded_up(int count, int multiple) { return (count + multiple - 1) / multiple * multiple; }
+
+/* Whether an item's keys are packed: it has too many rows to read them in place. */
+INLINE bool is_packed(const attention_work *work) { return work->rows > MOST_ROWS_IN_PLACE; }
 
 /* Reserves `bytes` of the memory that begins at `start` (NULL: only counts them). */
 static void *take(char *start, size_t *used, size_t bytes) {
@@ -24,11 +32,12 @@ static size_t lay_out(attention_work *work, char *start) {
     size_t value_dim = (size_t)work->call->value_dim, words = (size_t)work->padded_words;
     size_t panels = (value_dim + BLOCK_LANES - 1) / BLOCK_LANES;
     size_t used = 0;
-    work->query = take(start, &used, all_rows * words * sizeof(uint32_t));
+    size_t query_rows = (size_t)(work->query_rows * work->item->num_heads);
+    work->query = take(start, &used, query_rows * words * sizeof(uint32_t));
     work->sums = take(start, &used, all_rows * value_dim * sizeof(float));
     work->totals = take(start, &used, all_rows * LANES * sizeof(float));
     work->largest = take(start, &used, all_rows * sizeof(float));
-    work->products = take(start, &used, work->rows > MOST_ROWS_IN_PLACE ? 0 : all_rows * sizeof *work->products);
+    work->products = take(start, &used, is_packed(work) ? 0 : all_rows * sizeof *work->products);
     work->factors = take(start, &used, rows * sizeof(merge_factors));
     work->first_keys = take(start, &used, rows * sizeof(int32_t));
     work->end_keys = take(start, &used, rows * sizeof(int32_t));
@@ -47,19 +56,39 @@ INLINE void copy_query(const int kind, const attention_work *work, uint32_t *to,
     }
 }
 
-/* Copies the item's queries, row by row, and zeros for the padding rows. */
-INLINE void load_queries(const int kind, attention_work *work) {
+/* Where the query of one row is. */
+INLINE const char *query_row(const attention_work *work, int head, int row) {
     const pagoda_attention_call *call = work->call;
     int group = group_size(call);
-    size_t row_bytes = (size_t)call->head_dim * element_size(kind);
+    size_t token = (size_t)(work->item->first_token + row / group);
+    size_t query_head = (size_t)((work->item->first_head + head) * group + row % group);
+    return (const char *)call->query + (token * (size_t)call->num_heads + query_head) * work->head_bytes;
+}
+
+#if PAGODA_HAS_TILES
+/* Packs the queries of an item in blocks of 16 rows. */
+static void pack_query_blocks(const attention_work *work, int head, uint32_t *to) {
+    for (int first = 0; first < work->query_rows; first += TILE_ROWS, to += TILE_ROWS * work->padded_words) {
+        const char *rows[TILE_ROWS];
+        const int num_rows = work->rows - first < TILE_ROWS ? work->rows - first : TILE_ROWS;
+        for (int row = 0; row < num_rows; row++) rows[row] = query_row(work, head, first + row);
+        pack_queries(to, work->words, rows, num_rows);
+    }
+}
+#endif
+
+/* Copies the item's queries, row by row, and zeros for the padding rows. */
+INLINE void load_queries(const int kind, attention_work *work) {
     for (int head = 0; head < work->item->num_heads; head++) {
-        uint32_t *to = work->query + (size_t)(head * work->padded_rows * work->padded_words);
-        for (int row = 0; row < work->rows; row++, to += work->padded_words) {
-            size_t token = (size_t)(work->item->first_token + row / group);
-            size_t query_head = (size_t)((work->item->first_head + head) * group + row % group);
-            copy_query(kind, work, to,
-                       (const char *)call->query + (token * (size_t)call->num_heads + query_head) * row_bytes);
+        uint32_t *to = work->query + (size_t)(head * work->query_rows * work->padded_words);
+#if PAGODA_HAS_TILES
+        if (uses_amx(kind)) {
+            pack_query_blocks(work, head, to);
+            continue;
         }
+#endif
+        for (int row = 0; row < work->rows; row++, to += work->padded_words)
+            copy_query(kind, work, to, query_row(work, head, row));
         memset(to, 0, (size_t)(work->padded_rows - work->rows) * (size_t)work->padded_words * sizeof *to);
     }
 }
@@ -76,7 +105,8 @@ static void forget_keys(attention_work *work) {
 INLINE attention_work begin(const int kind, const attention_plan *plan, const attention_item *item) {
     const pagoda_attention_call *call = plan->call;
     attention_work work = {.call = call, .item = item, .rows = rows_of(call, item)};
-    work.padded_rows = (work.rows + ROWS_OF_REST - 1) / ROWS_OF_REST * ROWS_OF_REST;
+    work.padded_rows = rounded_up(work.rows, !uses_amx(kind) ? ROWS_OF_REST : is_packed(&work) ? LANES : 1);
+    work.query_rows = uses_amx(kind) ? rounded_up(work.rows, LANES) : work.padded_rows;
     work.scale = call->scale * 1.44269504f; /* log2 e */
     if (call->softcap > 0) {
         work.tanh_scale = call->scale / call->softcap;
@@ -119,6 +149,14 @@ static int locate(const attention_work *work, const attention_item *item, int ti
 /* Computes an item's rows with a tile of keys, by the kernel for that many rows. */
 INLINE void attend(const int kind, attention_work *work, int key, int num_keys, const size_t *offsets,
                    const size_t *next) {
+#if PAGODA_HAS_TILES
+    if (uses_amx(kind)) {
+        if (!is_packed(work)) attend_in_place_with_amx(work, key, num_keys, offsets, next);
+        for (int head = 0; is_packed(work) && head < work->item->num_heads; head++)
+            attend_packed_with_amx(work, head, key, num_keys, offsets, next);
+        return;
+    }
+#endif
     switch (work->rows) {
     case 1: attend_in_place(kind, 1, work, key, num_keys, offsets, next); break;
     case 2: attend_in_place(kind, 2, work, key, num_keys, offsets, next); break;
@@ -147,27 +185,32 @@ INLINE char *output_row(const int kind, const pagoda_attention_call *call, const
 /* 1 / total; a row that has seen no key has a total of 0, and its output is zero. */
 INLINE float reciprocal(float total) { return total == 0.0f ? 0.0f : 1.0f / total; }
 
-/* Writes the outputs of an item that has seen all keys. */
+/* The totals of a row's weights. */
+INLINE f32x16 totals_of(const int kind, const attention_work *work, int index) {
+    return uses_amx(kind) ? (f32x16){work->totals[index]} : f32x16_load(work->totals + index * LANES);
+}
+
+/* Writes the outputs of an item that has seen all keys. Zeros lose their sign: it depends on how keys are divided. */
 INLINE void write_outputs(const int kind, const attention_work *work) {
     int value_dim = work->call->value_dim;
     for (int head = 0; head < work->item->num_heads; head++)
         for (int row = 0; row < work->rows; row++) {
             int index = head * work->padded_rows + row;
-            float factor = reciprocal(f32x16_sum(f32x16_load(work->totals + index * LANES)));
+            float factor = reciprocal(f32x16_sum(totals_of(kind, work, index)));
             char *output = output_row(kind, work->call, work->item, head, row);
             for (int dim = 0; dim < value_dim; dim += LANES)
-                store_output(kind, output, dim, f32x16_load(work->sums + index * value_dim + dim) * factor);
+                store_output(kind, output, dim, f32x16_load(work->sums + index * value_dim + dim) * factor + 0.0f);
         }
 }
 
 /* Writes the unfinished results of an item's rows, for `merge`. */
-static void write_results(const attention_work *work, float *to) {
+INLINE void write_results(const int kind, const attention_work *work, float *to) {
     size_t value_dim = (size_t)work->call->value_dim;
     for (int head = 0; head < work->item->num_heads; head++)
         for (int row = 0; row < work->rows; row++, to += result_size(work->call)) {
             size_t index = (size_t)(head * work->padded_rows + row);
             memcpy(to, work->sums + index * value_dim, value_dim * sizeof *to);
-            memcpy(to + value_dim, work->totals + index * LANES, LANES * sizeof *to);
+            f32x16_store(to + value_dim, totals_of(kind, work, (int)index));
             to[value_dim + LANES] = work->largest[index];
         }
 }
@@ -184,11 +227,11 @@ INLINE void attend_all(const int kind, attention_work *work, const attention_ite
         attend(kind, work, key, num_keys, offsets[now], offsets[num_next ? !now : now]);
         num_keys = num_next;
         if (!item->result_stride) continue;
-        write_results(work, results);
+        write_results(kind, work, results);
         forget_keys(work);
         results += item->result_stride;
     }
-    if (results && !item->result_stride) write_results(work, results);
+    if (results && !item->result_stride) write_results(kind, work, results);
 }
 
 /* A row's sums, the total of its weights and its largest score, over some of its keys. */
@@ -223,12 +266,12 @@ INLINE void merge(const int kind, const attention_plan *plan, const attention_un
             float factor = reciprocal(f32x16_sum(state.total));
             char *output = output_row(kind, call, &unit->whole, head, row);
             for (int dim = 0; dim < call->value_dim; dim += LANES)
-                store_output(kind, output, dim, state.sums[dim / LANES] * factor);
+                store_output(kind, output, dim, state.sums[dim / LANES] * factor + 0.0f);
         }
 }
 
 /* Computes one item; merges each unit whose last item this is. */
-INLINE void compute(const int kind, const attention_plan *plan, int64_t index) {
+INLINE void compute_item(const int kind, const attention_plan *plan, int64_t index) {
     const attention_item *item = plan->items + index;
     int64_t following = index + pagoda_num_threads();
     attention_work work = begin(kind, plan, item);
@@ -242,6 +285,29 @@ INLINE void compute(const int kind, const attention_plan *plan, int64_t index) {
         attention_unit *unit = &plan->units[i];
         if (atomic_fetch_sub_explicit(&unit->unfinished, 1, memory_order_acq_rel) == 1) merge(kind, plan, unit);
     }
+}
+
+#if PAGODA_HAS_TILES
+/* compute_item with tiles. Not inlined: its arithmetic may not move out of where denormals are zeros. */
+static __attribute__((noinline, unused)) void compute_item_with_amx(const attention_plan *plan, int64_t index) {
+    tiles_configure(TILE_ROWS, TILE_ROWS);
+    compute_item(BFLOAT16, plan, index);
+    tiles_release();
+}
+#endif
+
+/* Computes one item of a plan. */
+INLINE void compute(const int kind, const attention_plan *plan, int64_t index) {
+#if PAGODA_HAS_TILES
+    if (uses_amx(kind)) {
+        const unsigned int state = _mm_getcsr();
+        _mm_setcsr(state | DENORMALS_ARE_ZERO);
+        compute_item_with_amx(plan, index);
+        _mm_setcsr(state);
+        return;
+    }
+#endif
+    compute_item(kind, plan, index);
 }
 
 #endif

@@ -66,13 +66,15 @@ typedef struct {
     const pagoda_attention_call *call;
     const attention_item *item;
     int rows, padded_rows; /* of one KV head */
+    int query_rows;        /* of one KV head, padded as `query` is */
     int words, padded_words; /* of one row */
     size_t token_bytes, head_bytes; /* of the cache */
     float scale;           /* of a product, or its tanh; makes it a power of 2, which is cheaper than one of e */
     float tanh_scale;      /* of a product before the tanh of a soft-cap; 0: there is none */
-    uint32_t *query;       /* [num_heads, padded_rows, padded_words] */
+    uint32_t *query;       /* [num_heads, query_rows, padded_words]; AMX's are transposed by pack_queries */
     float *sums;           /* [num_heads, padded_rows, value_dim]: weights times values */
-    float *totals;         /* [num_heads, padded_rows, 16]: of weights; their sum is the softmax's denominator */
+    float *totals;         /* [num_heads, padded_rows, 16]: of weights; their sum is the softmax's denominator. With AMX
+                            * only that, [num_heads, padded_rows] */
     float *largest;        /* [num_heads, padded_rows]: score so far, in powers of 2 */
     f32x16 (*products)[BLOCK_VECTORS]; /* [num_heads, padded_rows, BLOCK_VECTORS]: of a tile; of few rows only */
     merge_factors *factors; /* [padded_rows]: of the current tile */

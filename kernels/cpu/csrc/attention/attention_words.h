@@ -15,6 +15,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 
+#include "runtime/tiles.h"
 #include "runtime/vector.h"
 
 /* A function that is compiled once for each of its constants, so that its results stay in registers. A processor whose
@@ -40,6 +41,9 @@ typedef uint16_t u16x32 __attribute__((vector_size(64)));
 /* Of a query and a key: each is over every fourth word, and they are added in order. One would be fastest where keys
  * are packed; where they are read in place, a vector holds four adjacent words of each of four keys. */
 enum { SUMS_OF_PRODUCT = 4 };
+
+/* Whether AMX's tiles compute: see attention_amx.h. */
+INLINE bool uses_amx(const int kind) { return kind == BFLOAT16 && PAGODA_HAS_TILES; }
 
 /* Whether a word is two bfloat16. */
 INLINE bool is_paired(const int kind) { return kind == BFLOAT16 && PAIRS_BFLOAT16; }
