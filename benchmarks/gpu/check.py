@@ -1,4 +1,4 @@
-"""Check and measure everything that needs a GPU, in five calls of under nine minutes, and write a JSON for each.
+"""Check and measure everything that needs a GPU, in six calls of under nine minutes, and write a JSON for each.
 
     python -m benchmarks.gpu.check --call 1 --work /dev/shm/check --out right.json    # whether answers are right
     python -m benchmarks.gpu.check --call 2 --work /dev/shm/check --out figures.json  # then what is measured

@@ -97,7 +97,7 @@ def test_more_memory_than_is_allowed_is_a_fault(
 
 
 def put_tool(path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    """Make a script the sanitizer; its arguments after the seventh are the command that it watches."""
+    """Make a script the sanitizer; its arguments after the eighth are the command that it watches."""
     path.mkdir()
     tool = path / memcheck.TOOL
     tool.write_text(f"#!/bin/sh\n{script}\n")
@@ -106,10 +106,11 @@ def put_tool(path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
 
 
 def test_a_part_runs_under_the_sanitizer(tmp_path: Path, gpu_part: PartRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    put_tool(tmp_path / "bin", monkeypatch, 'echo "$1 $2 $3 $4" > "$0.log"; shift 6; exec "$@"')
+    put_tool(tmp_path / "bin", monkeypatch, 'echo "$1 $2 $3 $4 $7 $8" > "$0.log"; shift 8; exec "$@"')
     memcheck.run(gpu_part, [STORE])
     assert outcome(gpu_part) == ({STORE: {"errors": 0, "exit_code": 0}}, [])
-    assert (tmp_path / "bin" / "compute-sanitizer.log").read_text() == "--tool memcheck --error-exitcode 86\n"
+    options = (tmp_path / "bin" / "compute-sanitizer.log").read_text()
+    assert options == "--tool memcheck --error-exitcode 86 --report-api-errors no\n"
     figures, faults = read_results(tmp_path / "memcheck" / f"{STORE.replace(':', '.')}.json")
     assert figures["cases"] == 54
     assert not faults
@@ -118,7 +119,7 @@ def test_a_part_runs_under_the_sanitizer(tmp_path: Path, gpu_part: PartRun, monk
 def test_what_the_sanitizer_finds_is_a_fault(
     tmp_path: Path, gpu_part: PartRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put_tool(tmp_path / "bin", monkeypatch, f"shift 6; \"$@\"; cat <<'END'\n{REPORT}\nEND\nexit 86")
+    put_tool(tmp_path / "bin", monkeypatch, f"shift 8; \"$@\"; cat <<'END'\n{REPORT}\nEND\nexit 86")
     memcheck.run(gpu_part, [STORE])
     figures, faults = outcome(gpu_part)
     assert figures[STORE] == {"errors": 1, "exit_code": 86}

@@ -43,6 +43,10 @@ class Tuning:
         block: columns of a state in one program; likewise.
         num_warps, num_stages: of the programs that carry states.
         chunk_warps: of the programs that compute a chunk on its own.
+
+    Raises:
+        ValueError: for one stage with four warps. ptxas 12.8 of Triton 3.6 and 3.7 compiles them wrongly for Hopper: a
+            matrix in shared memory is then addressed by a register that nothing has set.
     """
 
     chunk: int = 64
@@ -51,12 +55,18 @@ class Tuning:
     num_stages: int = 2
     chunk_warps: int = 4
 
+    def __post_init__(self) -> None:
+        if self.num_stages == 1 and self.num_warps <= 4:
+            raise ValueError(
+                f"num_stages=1 with num_warps={self.num_warps} is compiled wrongly for Hopper by ptxas 12.8; "
+                "take two stages, or eight warps"
+            )
+
     @classmethod
     def of(cls, kind: Literal["delta_rule", "row_decays", "scan"], key_dim: int, dtype: torch.dtype) -> Tuning:
         """Return sizes for keys of ``key_dim`` elements, with which the kernels spill no registers.
 
-        Those of Hopper were the fastest on an H200. Use no others whose kernels spill: one that did, with 4 warps and
-        one stage, read or wrote an illegal address there.
+        Those of Hopper were the fastest on an H200.
         """
         capability = 90 if knobs.runtime.interpret else triton.runtime.driver.active.get_current_target().arch
         is_hopper = 90 <= capability < 100

@@ -160,6 +160,12 @@ def test_any_batch(
     assert max(_step_errors(small, batch, tokens)) <= 3 * TOLERANCES[torch.float32]
 
 
+def test_sizes_that_ptxas_compiles_wrongly_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"num_stages=1 with num_warps=4 .* take two stages"):
+        Tuning(num_warps=4, num_stages=1)
+    assert Tuning(num_warps=8, num_stages=1) != Tuning(num_warps=4, num_stages=2)
+
+
 @pytest.mark.parametrize("kind", ["delta_rule", "row_decays", "scan"])
 def test_consumers_gpus_have_one_size(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of compute capability 12.0 too, whose tensor instructions are those of 8.9: larger chunks spill registers."""
