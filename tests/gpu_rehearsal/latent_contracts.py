@@ -131,11 +131,15 @@ def index_scores(call: Any, grid: tuple[int, ...]) -> Compute:
 def choose(call: Any, grid: tuple[int, ...]) -> Compute:
     """kernels.attention.triton.indexer.choose_kernel."""
     num_rows = call.scores.shape[0]
-    require_tensor("slots", call.slots, torch.int32, num_rows, call.top_k)
-    _require_contiguous(call, "slots")
     require(1 <= call.top_k <= call.num_keys, f"{call.top_k} of {call.num_keys} keys are chosen")
     _require_block("TILE", call.TILE, 1)
     require(tuple(grid) == (num_rows,), f"the grid {grid} is not one program for each of {num_rows} queries")
+    return _choose(call, num_rows)
+
+
+def _choose(call: Any, num_rows: int) -> Compute:
+    require_tensor("slots", call.slots, torch.int32, num_rows, call.top_k)
+    _require_contiguous(call, "slots")
     rows = _check_places(call, num_rows, None)
 
     def compute() -> None:
@@ -151,6 +155,44 @@ def choose(call: Any, grid: tuple[int, ...]) -> Compute:
             plain(call.slots)[row, : len(chosen)] = slots.int()
 
     return compute
+
+
+def _require_chunks(call: Any, grid: tuple[int, ...], *scratch: str) -> int:
+    """Check what the kernels of split_choice.py take; return the number of queries."""
+    num_rows, num_chunks = call.scores.shape[0], -(-call.num_keys // call.CHUNK)
+    require_tensor("scores", call.scores, torch.float32, num_rows, call.num_keys)
+    shapes = {
+        "counts": (torch.int32, num_rows, call.LEVELS, num_chunks, 256),
+        "states": (torch.int64, num_rows, call.LEVELS + 1, 2),
+        "chosen": (torch.int32, num_rows, num_chunks, 2),
+    }
+    for name in scratch:
+        dtype, *shape = shapes[name]
+        require_tensor(name, getattr(call, name), dtype, *shape)
+        _require_contiguous(call, name)
+    require_tensor("positions", call.positions, torch.int64, num_rows)
+    require(tuple(grid) == (num_rows, num_chunks), f"the grid {grid} is not one program for each chunk")
+    require(1 <= call.top_k <= call.num_keys, f"{call.top_k} of {call.num_keys} keys are chosen")
+    return num_rows
+
+
+def count_digits(call: Any, grid: tuple[int, ...]) -> Compute:
+    """kernels.attention.triton.split_choice.count_digits_kernel, whose counts only the next two kernels read."""
+    _require_chunks(call, grid, "counts", "states")
+    require(0 <= call.level < call.LEVELS, f"keys have no digit {call.level}")
+    return lambda: None
+
+
+def count_chosen(call: Any, grid: tuple[int, ...]) -> Compute:
+    """kernels.attention.triton.split_choice.count_chosen_kernel, likewise."""
+    _require_chunks(call, grid, "counts", "states", "chosen")
+    return lambda: None
+
+
+def list_chosen(call: Any, grid: tuple[int, ...]) -> Compute:
+    """kernels.attention.triton.split_choice.list_chosen_kernel."""
+    num_rows = _require_chunks(call, grid, "states", "chosen")
+    return _choose(call, num_rows)
 
 
 # --- attention to them -----------------------------------------------------------------------------------------------
@@ -206,5 +248,8 @@ CONTRACTS: dict[str, Contract] = {
     "rotate_and_store_latents_kernel": rotate_and_store_latents,
     "index_scores_kernel": index_scores,
     "choose_kernel": choose,
+    "count_digits_kernel": count_digits,
+    "count_chosen_kernel": count_chosen,
+    "list_chosen_kernel": list_chosen,
     "sparse_kernel": sparse,
 }

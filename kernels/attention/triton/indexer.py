@@ -1,5 +1,7 @@
 """topk_slots of indexer.py on a GPU, in two Triton kernels: one scores the keys, one chooses the highest scores.
 
+For few queries of long contexts the kernels of split_choice.py choose.
+
 Launches follow from shapes and max_seq_len alone, so a step can be captured in a CUDA graph; the work follows from the
 contexts. Sums have the same order in any batch, and equal scores are told apart by position, so that what a query
 chooses does not depend on the others.
@@ -15,6 +17,7 @@ import triton.language as tl
 
 from kernels.attention.indexer_inputs import IndexerInputs
 from kernels.attention.step_cache import StepCache
+from kernels.attention.triton.split_choice import MIN_KEY, choose_in_chunks, keys_of
 from kernels.attention_metadata import AttentionMetadata
 
 __all__ = ["choose_kernel", "index_scores_kernel", "topk_slots_triton"]
@@ -24,8 +27,9 @@ _WARPS = {2: 4, 4: 8}
 _SCORES_AT_ONCE = 2**26  # bounds the memory of scores
 _PROGRAMS = 2048  # that score, if there are as many tiles: enough to fill a GPU
 _CHOSEN_AT_ONCE = 2048  # scores that a program reads at once
+_FEW_TOKENS = 64  # whose programs do not fill a GPU, so that several choose for one query if there is more than
+_FEW_KEYS = 4096
 _DIGITS = tl.constexpr(256)  # of scores as numbers of four digits
-_MIN_KEY = tl.constexpr(-(2**31))
 _PLACES: StepCache[int, tuple[torch.Tensor, torch.Tensor]] = StepCache()  # of the tokens of a step, for all its layers
 
 # What changes from step to step is not specialised on: a step must not wait for a compilation.
@@ -76,14 +80,6 @@ def index_scores_kernel(
 
 
 @triton.jit
-def _keys_of(scores, index, end):
-    """Return scores as integers of the same order, and which of them may be chosen."""
-    score = tl.load(scores + index, mask=index < end, other=float("-inf"))
-    bits = (score + 0.0).to(tl.int32, bitcast=True)  # of -0.0 and 0.0 the same
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), score > float("-inf")
-
-
-@triton.jit
 def _smallest_chosen(scores, end, top_k, TILE: tl.constexpr):
     """Return the `top_k`th highest score as an integer, and how many of its equals are chosen: a radix selection."""
     digit_value = tl.arange(0, 2 * _DIGITS)  # the upper half counts what is not looked at
@@ -92,8 +88,8 @@ def _smallest_chosen(scores, end, top_k, TILE: tl.constexpr):
         shift = 24 - 8 * step
         counts = tl.zeros([2 * _DIGITS], dtype=tl.int32)
         for start in range(0, end, TILE):
-            key, may_be_chosen = _keys_of(scores, start + tl.arange(0, TILE), end)
-            number = key.to(tl.int64) - _MIN_KEY  # from 0
+            key, may_be_chosen = keys_of(scores, start + tl.arange(0, TILE), end)
+            number = key.to(tl.int64) - MIN_KEY  # from 0
             is_open = may_be_chosen & ((number >> (shift + 8)) == prefix)
             digit = tl.where(is_open, (number >> shift) & 255, _DIGITS).to(tl.int32)
             counts += tl.histogram(digit, 2 * _DIGITS)
@@ -103,7 +99,7 @@ def _smallest_chosen(scores, end, top_k, TILE: tl.constexpr):
         is_chosen = digit_value == chosen
         room = room - tl.sum(tl.where(is_chosen, at_least - counts, 0), axis=0)
         prefix = prefix * 256 + chosen
-    return (prefix + _MIN_KEY).to(tl.int32), room
+    return (prefix + MIN_KEY).to(tl.int32), room
 
 
 @triton.jit(
@@ -126,13 +122,13 @@ def choose_kernel(
     own_scores, own_slots = scores + token * num_keys, slots + token * top_k
     end = tl.load(positions + token).to(tl.int32) + 1
     table = block_tables + tl.load(sequences + token) * table_stride
-    smallest, room = tl.cast(_MIN_KEY, tl.int32), tl.cast(0, tl.int32)
+    smallest, room = tl.cast(MIN_KEY, tl.int32), tl.cast(0, tl.int32)
     if end > top_k:
         smallest, room = _smallest_chosen(own_scores, end, top_k, TILE)
     num_chosen = 0
     for start in range(0, end, TILE):
         position = start + tl.arange(0, TILE)
-        key, may_be_chosen = _keys_of(own_scores, position, end)
+        key, may_be_chosen = keys_of(own_scores, position, end)
         is_tied = may_be_chosen & (key == smallest)
         rank = tl.cumsum(is_tied.to(tl.int32), axis=0)
         is_chosen = (may_be_chosen & (key > smallest)) | (is_tied & (rank <= room))
@@ -158,6 +154,10 @@ def topk_slots_triton(inputs: IndexerInputs) -> torch.Tensor:
     for start in range(0, num_tokens, at_once):
         rows = slice(start, start + at_once)
         scores = _scores(inputs, rows, positions[rows], sequences[rows])
+        if num_tokens <= _FEW_TOKENS and num_keys > _FEW_KEYS:
+            own = slots[rows], scores, positions[rows], sequences[rows]
+            choose_in_chunks(*own, metadata.block_tables, block_size)
+            continue
         choose_kernel[(len(scores),)](
             slots[rows],
             scores,

@@ -164,6 +164,22 @@ def choose_in_triton(batch: Batch, top_k: int) -> torch.Tensor:
     return choose(batch, top_k, topk_slots_triton)
 
 
+@pytest.fixture(params=[None, 16], ids=["one program a query", "chunks of 16 keys"])
+def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int | None:
+    """The keys of a program, if several choose for one query; counts of two are added at once, in a loop."""
+    import triton.language as tl
+
+    from kernels.attention.triton import indexer, split_choice
+
+    if request.param is not None:
+        monkeypatch.setattr(indexer, "_FEW_KEYS", 0)
+        monkeypatch.setattr(indexer, "_FEW_TOKENS", 2**30)
+        monkeypatch.setattr(split_choice, "_CHUNK", request.param)
+        monkeypatch.setattr(split_choice, "_CHUNKS_AT_ONCE", tl.constexpr(2))
+    return request.param
+
+
+@pytest.mark.usefixtures("chunk")
 @pytest.mark.parametrize("top_k", [7, 1, 16, 1000])
 @pytest.mark.parametrize("lengths", ["padded mixed", "mixed", "chunks after a prefix", "padding alone"])
 def test_triton_chooses_the_same_tokens(kernel_device: torch.device, lengths: str, top_k: int) -> None:
@@ -175,6 +191,7 @@ def test_triton_chooses_the_same_tokens(kernel_device: torch.device, lengths: st
         assert torch.equal(choose_in_triton(others, top_k), choose(others, top_k, topk_slots_torch))
 
 
+@pytest.mark.usefixtures("chunk")
 def test_triton_chooses_in_slices_and_skips_rows_after_the_last_sequence(
     kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,6 +207,7 @@ def test_triton_chooses_in_slices_and_skips_rows_after_the_last_sequence(
     assert (indexer.topk_slots_triton(inputs)[10:] == -1).all()
 
 
+@pytest.mark.usefixtures("chunk")
 def test_triton_chooses_among_several_tiles_of_scores(
     kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,6 +221,7 @@ def test_triton_chooses_among_several_tiles_of_scores(
         assert torch.equal(choose_in_triton(batch, top_k), choose(batch, top_k, topk_slots_torch))
 
 
+@pytest.mark.usefixtures("chunk")
 @pytest.mark.parametrize("top_k", [4, 1, 11])
 def test_triton_chooses_the_first_of_equal_scores(kernel_device: torch.device, top_k: int) -> None:
     batch = make_batch([(5, 40)], INDEX, device=kernel_device)
