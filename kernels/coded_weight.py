@@ -20,6 +20,7 @@ __all__ = [
     "BLOCK_INPUTS",
     "SEGMENT_INPUTS",
     "SMALLEST_NOT_FINITE",
+    "Activations",
     "CodeFormat",
     "CodedMatrix",
     "CodedWeight",
@@ -41,6 +42,7 @@ SEGMENT_INPUTS = 256  # whose factors are packed together: groups have a power o
 OuterType = Literal["float16", "bfloat16", "float32"]
 Zero = Literal["constant", "points", "minima"]
 Floats = Literal["e4m3", "e5m2"]
+Activations = Literal["groups", "tokens"]
 StoredScales = Literal["e4m3 halves", "e8m0 halves", "e8m0"]
 
 
@@ -60,6 +62,8 @@ class CodeFormat:
         floats: which floats the codes of 8 bits are; None: they are integers. Nothing is subtracted from floats.
         has_output_scales: each output is multiplied by a float32 of its own as well.
         has_input_order: codes lie in another order than the inputs that they multiply, so that groups are neighbours.
+        activations: whether the checkpoint's scheme quantises activations to the same floats, and which of them have
+            one scale: "groups" of 128 inputs, or "tokens"; None: it does not. What computes with codes may do without.
     """
 
     bits: int
@@ -73,6 +77,7 @@ class CodeFormat:
     floats: Floats | None = None
     has_output_scales: bool = False
     has_input_order: bool = False
+    activations: Activations | None = None
 
     def __post_init__(self) -> None:
         """Assert that the kernels know it."""
@@ -153,6 +158,8 @@ class CodedMatrix:
         inner_scales: int8 [out_features, num_granules]; only with inner factors.
         inner_minima: uint8 [out_features, num_granules]; only with inner factors and minima.
         output_scales: float32 [out_features]; only if the format has them.
+        activation_scales: float32 [out_features], of all activations, the same for the outputs of one stored matrix;
+            only if the scheme has scales that do not follow from the activations.
         input_order: int32 [in_features], the input that each column of codes multiplies; only if the format has one.
         layout: how the file has codes, and outer scales; None: codes are bytes. `unpacked` of kernels/dequant/stored.py
             returns the matrix without it.
@@ -167,6 +174,7 @@ class CodedMatrix:
     inner_scales: torch.Tensor | None = None
     inner_minima: torch.Tensor | None = None
     output_scales: torch.Tensor | None = None
+    activation_scales: torch.Tensor | None = None
     input_order: torch.Tensor | None = None
     layout: StoredLayout | None = None
     stored_inputs: int = 0
@@ -206,7 +214,8 @@ class CodedMatrix:
         form = self.format
         assert not form.has_input_order
         assert self.layout is None
-        units = {"codes": 1, "inner_scales": form.granule, "inner_minima": form.granule, "output_scales": 0}
+        units = {"codes": 1, "inner_scales": form.granule, "inner_minima": form.granule}
+        units |= {"output_scales": 0, "activation_scales": 0}
         parts = {}
         for name, part in self.parts.items():
             unit = units.get(name, form.granule * form.granules_per_outer)

@@ -47,7 +47,7 @@ def decode_kernel(
     INSTRUCTIONS: tl.constexpr,
     BIAS: tl.constexpr,
     WIDTH: tl.constexpr,
-    PER_BYTE: tl.constexpr,
+    PER_WORD: tl.constexpr,
     PARTS_PER_OUTER: tl.constexpr,
     BLOCK_OUTPUTS: tl.constexpr,
 ):
@@ -60,11 +60,11 @@ def decode_kernel(
         column = tl.load(indices + row, mask=is_decoded, other=0).to(tl.int32)
     inputs = tl.arange(0, WIDTH)
     code_tile = codes + (block.to(tl.int64) * num_outputs + column[:, None]) * WIDTH + inputs[None, :]
-    octets = tl.load(code_tile, mask=is_decoded[:, None], other=0)
+    words = tl.load(code_tile, mask=is_decoded[:, None], other=0)
     target = weight + row[:, None].to(tl.int64) * num_inputs + inputs[None, :]
-    for part in tl.static_range(PER_BYTE):
+    for part in tl.static_range(PER_WORD):
         decoded = decoded_part(
-            octets,
+            words,
             part,
             block,
             column,
@@ -82,11 +82,11 @@ def decode_kernel(
             FLOATS,
             INSTRUCTIONS,
             BIAS,
-            PER_BYTE,
+            PER_WORD,
             PARTS_PER_OUTER,
             weight.dtype.element_ty,
         )
-        first = (block * PER_BYTE + part) * WIDTH
+        first = (block * PER_WORD + part) * WIDTH
         mask = is_decoded[:, None] & (inputs < num_inputs - first)[None, :]
         tl.store(target + first, decoded, mask=mask)
 

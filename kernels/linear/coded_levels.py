@@ -19,15 +19,21 @@ from kernels.dequant.fp4 import FP4_LEVELS
 
 __all__ = ["instructions", "levels_of"]
 
+_FLOAT8 = {  # how far their bits are moved, and what the numbers are multiplied by then
+    ("e4m3", torch.bfloat16): (4, 0x7B80),
+    ("e4m3", torch.float16): (1, 0x5C00),
+    ("e5m2", torch.bfloat16): (3, 0x7780),
+    ("e5m2", torch.float16): (0, 0x3C00),
+}
 _SPREAD = {"low": (0x4140, 0x4342), "high": (0x1404, 0x3424)}  # two bytes, to that byte of two 16-bit numbers
 
 
 @triton.jit
 def levels_of(
-    octets,  # uint8 [BLOCK_OUTPUTS, WIDTH]
+    words,  # uint8 or uint16 [BLOCK_OUTPUTS, WIDTH]
     zero,  # float32 [BLOCK_OUTPUTS]; not of floats
-    PART: tl.constexpr,  # of a byte
-    PER_BYTE: tl.constexpr,
+    PART: tl.constexpr,  # of a word
+    PER_WORD: tl.constexpr,
     LOW_LEVELS: tl.constexpr,  # of the codes 0 to 7, a byte each; None: the codes are the levels
     HIGH_LEVELS: tl.constexpr,  # of the codes 8 to 15
     FLOATS: tl.constexpr,  # which ones the codes are, or None
@@ -37,14 +43,20 @@ def levels_of(
 ):
     """Return the levels, less their zero, in DTYPE [BLOCK_OUTPUTS, WIDTH]."""
     if INSTRUCTIONS[PART] is not None:
-        bias = tl.broadcast_to((-(zero + BIAS)).to(DTYPE)[:, None], octets.shape)
-        level = tl.inline_asm_elementwise(
-            INSTRUCTIONS[PART], "=r,=r,r,r,r", [octets, bias], dtype=bias.dtype, is_pure=True, pack=4
-        )
+        bias = tl.broadcast_to((-(zero + BIAS)).to(DTYPE)[:, None], words.shape)
+        if words.dtype == tl.uint16:
+            level = tl.inline_asm_elementwise(
+                INSTRUCTIONS[PART], "=r,r,r", [words, bias], dtype=bias.dtype, is_pure=True, pack=2
+            )
+        else:
+            level = tl.inline_asm_elementwise(
+                INSTRUCTIONS[PART], "=r,=r,r,r,r", [words, bias], dtype=bias.dtype, is_pure=True, pack=4
+            )
     else:
-        code = octets.to(tl.int32) >> (8 // PER_BYTE * PART)
-        if PART < PER_BYTE - 1:
-            code &= (1 << 8 // PER_BYTE) - 1
+        BITS: tl.constexpr = words.dtype.primitive_bitwidth // PER_WORD  # noqa: N806 - a compile-time constant
+        code = words.to(tl.int32) >> (BITS * PART)
+        if PART < PER_WORD - 1:
+            code &= (1 << BITS) - 1
         if FLOATS == "e4m3":
             # Its bits, at their place in a float16, are 2**-8 of a number, also of the smallest ones.
             half = ((code & 127) << 7) | ((code & 128) << 8)
@@ -60,22 +72,55 @@ def levels_of(
     return level
 
 
-def instructions(form: CodeFormat, per_byte: int, dtype: torch.dtype) -> tuple[tuple[str | None, ...], float]:
-    """Return, for each part of a byte, PTX that makes 4 levels of 4 bytes, and what it adds to them.
+def instructions(
+    form: CodeFormat, per_word: int, word_bytes: int, dtype: torch.dtype
+) -> tuple[tuple[str | None, ...], float]:
+    """Return, for each part of a word, PTX that makes levels, and what it adds to them: 4 of 4 bytes, 2 of 2 words.
 
     There is none for float32, for codes of integers of more than 4 bits, and for tables other than FP4's.
     """
     is_fp4 = form.levels == FP4_LEVELS and form.zero == 12
+    bits, has_words = 8 * word_bytes // per_word, word_bytes == 2
     if dtype not in (torch.bfloat16, torch.float16) or (form.levels and not is_fp4):
-        return per_byte * (None,), 0.0
+        return per_word * (None,), 0.0
     if form.floats is not None:
-        return (_of_float8(form.floats, dtype),), 0.0
+        makes_float8 = _float8_of_words if has_words else _of_float8
+        return tuple(makes_float8(form.floats, part, dtype) for part in range(per_word)), 0.0
     if is_fp4:
-        return tuple(_of_fp4(4 * part, dtype) for part in range(per_byte)), -12.0
-    if per_byte == 1:
-        return (None,), 0.0
-    bits, bias = 8 // per_byte, 2.0 ** (7 if dtype == torch.bfloat16 else 10)
-    return tuple(_of_integers(bits * part, bits, dtype) for part in range(per_byte)), bias
+        makes_fp4 = _fp4_of_words if has_words else _of_fp4
+        return tuple(makes_fp4(4 * part, dtype) for part in range(per_word)), -12.0
+    if bits == 8:
+        return per_word * (None,), 0.0
+    makes_integers, bias = (
+        _integers_of_words if has_words else _of_integers,
+        2.0 ** (7 if dtype == torch.bfloat16 else 10),
+    )
+    return tuple(makes_integers(bits * part, bits, dtype) for part in range(per_word)), bias
+
+
+def _integers_of_words(shift: int, bits: int, dtype: torch.dtype) -> str:
+    exponent, one = (0x4300, 0x3F80) if dtype == torch.bfloat16 else (0x6400, 0x3C00)
+    mask = _twice((1 << bits) - 1)
+    return _block(
+        [
+            f"shr.b32 t, $1, {shift};",
+            f"lop3.b32 v, t, {mask}, {_twice(exponent)}, 0xEA;",
+            _fma_of_words(one, dtype, "$2"),
+        ]
+    )
+
+
+def _fp4_of_words(shift: int, dtype: torch.dtype) -> str:
+    place, factor = (6, 0x7F00) if dtype == torch.bfloat16 else (9, 0x7800)
+    lines = [f"shr.b32 t, $1, {shift};", "and.b32 m, t, 0x00070007;", f"shl.b32 m, m, {place};", "shl.b32 t, t, 12;"]
+    return _block([*lines, "lop3.b32 v, t, 0x80008000, m, 0xEA;", _fma_of_words(factor, dtype, "$2")])
+
+
+def _float8_of_words(floats: str, part: int, dtype: torch.dtype) -> str:
+    shift, factor = _FLOAT8[floats, dtype]
+    lines = ["shl.b32 t, $1, 8;" if part == 0 else "mov.b32 t, $1;", "mov.b32 z, 0x80008000;"]
+    lines += ["and.b32 m, t, 0x7F007F00;", f"shr.b32 m, m, {shift};", "lop3.b32 v, t, 0x80008000, m, 0xEA;"]
+    return _block([*lines, _fma_of_words(factor, dtype, "z")])
 
 
 def _of_integers(shift: int, bits: int, dtype: torch.dtype) -> str:
@@ -102,14 +147,8 @@ def _of_fp4(shift: int, dtype: torch.dtype) -> str:
     return _block(lines)
 
 
-def _of_float8(floats: str, dtype: torch.dtype) -> str:
-    shifts_and_factors = {
-        ("e4m3", torch.bfloat16): (4, 0x7B80),
-        ("e4m3", torch.float16): (1, 0x5C00),
-        ("e5m2", torch.bfloat16): (3, 0x7780),
-        ("e5m2", torch.float16): (0, 0x3C00),
-    }
-    shift, factor = shifts_and_factors[floats, dtype]
+def _of_float8(floats: str, _part: int, dtype: torch.dtype) -> str:
+    shift, factor = _FLOAT8[floats, dtype]
     lines = ["mov.b32 z, 0x80008000;"]  # minus zero, which keeps a zero's sign
     for index, selector in enumerate(_SPREAD["high"]):
         lines += [
@@ -129,7 +168,15 @@ def _extract(shift: int, bits: int) -> list[str]:
 
 def _multiplied(index: int, factor: int, dtype: torch.dtype, addend: str) -> str:
     kind = "bf16x2" if dtype == torch.bfloat16 else "f16x2"
-    return f"mov.b32 f, {factor << 16 | factor:#x}; fma.rn.{kind} ${index}, v, f, {addend};"
+    return f"mov.b32 f, {_twice(factor)}; fma.rn.{kind} ${index}, v, f, {addend};"
+
+
+def _fma_of_words(factor: int, dtype: torch.dtype, addend: str) -> str:
+    return _multiplied(0, factor, dtype, addend)
+
+
+def _twice(half: int) -> str:
+    return f"{half << 16 | half:#x}"
 
 
 def _of_bytes(octet: int) -> str:

@@ -19,7 +19,7 @@ import triton.language as tl
 from kernels.linear.coded_levels import instructions, levels_of
 from kernels.linear.coded_sections import CodedLayout
 
-__all__ = ["add_block", "coded_constants", "decoded_part"]
+__all__ = ["add_block", "add_rounded_block", "coded_constants", "decoded_part"]
 
 _IS_INTERPRETED = triton.knobs.runtime.interpret
 
@@ -57,7 +57,7 @@ def _zeros(outer_row, column, has_column, num_outputs, zero_points, outer_minima
 @triton.jit
 def add_block(
     sums,  # float32 [BLOCK_OUTPUTS, BLOCK_ROWS]
-    octets,  # uint8 [BLOCK_OUTPUTS, WIDTH], the block's codes
+    words,  # [BLOCK_OUTPUTS, WIDTH], the block's codes
     x_tile,  # where the rows have their inputs, [WIDTH, BLOCK_ROWS]: of the first part
     has_row,  # [BLOCK_ROWS]
     block,
@@ -79,27 +79,29 @@ def add_block(
     INSTRUCTIONS: tl.constexpr,
     BIAS: tl.constexpr,
     WIDTH: tl.constexpr,
-    PER_BYTE: tl.constexpr,
+    PER_WORD: tl.constexpr,
     PARTS_PER_OUTER: tl.constexpr,
 ):
     """Return the sums with the products of a block's inputs, not yet multiplied by the outputs' own scales."""
     inputs = tl.arange(0, WIDTH)
-    # Parts of a byte that have one scale are added up before they are multiplied by it.
-    one_scale: tl.constexpr = PARTS_PER_OUTER % PER_BYTE == 0 and inner_scales is None
+    # Neighbouring parts of a word that have one scale are added up before they are multiplied by it.
+    shared: tl.constexpr = PARTS_PER_OUTER if PER_WORD % PARTS_PER_OUTER == 0 else 1
+    together: tl.constexpr = PER_WORD if PARTS_PER_OUTER % PER_WORD == 0 else shared
+    count: tl.constexpr = together if inner_scales is None else 1
     levels = tl.zeros_like(sums)
     # Tensor cores add up the activations that a minimum is multiplied by: each output has their sum.
     activations = tl.zeros_like(sums)
-    for part in tl.static_range(PER_BYTE):
-        index = block * PER_BYTE + part
+    for part in tl.static_range(PER_WORD):
+        index = block * PER_WORD + part
         outer_row, inner_row = first_outer + index // PARTS_PER_OUTER, first_inner + index
         zero = _zeros(outer_row, column, has_column, num_outputs, zero_points, outer_minima, ZERO)
         is_input = inputs < num_inputs - index * WIDTH
         x = tl.load(x_tile + index * WIDTH, mask=is_input[:, None] & has_row[None, :], other=0.0)
-        level = levels_of(octets, zero, part, PER_BYTE, LOW_LEVELS, HIGH_LEVELS, FLOATS, INSTRUCTIONS, BIAS, x.dtype)
+        level = levels_of(words, zero, part, PER_WORD, LOW_LEVELS, HIGH_LEVELS, FLOATS, INSTRUCTIONS, BIAS, x.dtype)
         levels = tl.dot(level, x, levels, input_precision="ieee")
         if outer_minima is not None:
             activations = tl.dot(tl.full(level.shape, 1.0, x.dtype), x, activations, input_precision="ieee")
-        if not one_scale or part == PER_BYTE - 1:
+        if part % count == count - 1:
             scale = _factors(outer_row, inner_row, column, has_column, num_outputs, outer_scales, inner_scales)
             sums += scale[:, None] * levels
             if outer_minima is not None:
@@ -112,7 +114,7 @@ def add_block(
 
 @triton.jit
 def decoded_part(
-    octets,  # uint8 [BLOCK_OUTPUTS, WIDTH], the block's codes
+    words,  # [BLOCK_OUTPUTS, WIDTH], the block's codes
     PART: tl.constexpr,  # of the block
     block,
     column,  # [BLOCK_OUTPUTS], which outputs they are
@@ -130,15 +132,15 @@ def decoded_part(
     FLOATS: tl.constexpr,
     INSTRUCTIONS: tl.constexpr,
     BIAS: tl.constexpr,
-    PER_BYTE: tl.constexpr,
+    PER_WORD: tl.constexpr,
     PARTS_PER_OUTER: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
     """Return the weights of one part of a block in DTYPE, [BLOCK_OUTPUTS, WIDTH]."""
-    index = block * PER_BYTE + PART
+    index = block * PER_WORD + PART
     outer_row = index // PARTS_PER_OUTER
     zero = _zeros(outer_row, column, has_column, num_outputs, zero_points, outer_minima, ZERO)
-    level = levels_of(octets, zero, PART, PER_BYTE, LOW_LEVELS, HIGH_LEVELS, FLOATS, INSTRUCTIONS, BIAS, DTYPE)
+    level = levels_of(words, zero, PART, PER_WORD, LOW_LEVELS, HIGH_LEVELS, FLOATS, INSTRUCTIONS, BIAS, DTYPE)
     scale = _factors(outer_row, index, column, has_column, num_outputs, outer_scales, inner_scales)
     weight = scale[:, None] * level.to(tl.float32)
     if outer_minima is not None:
@@ -147,6 +149,65 @@ def decoded_part(
     if output_scales is not None:
         weight *= tl.load(output_scales + column, mask=has_column, other=0.0)[:, None]
     return weight.to(DTYPE)
+
+
+@triton.jit
+def add_rounded_block(
+    sums,  # float32 [BLOCK_OUTPUTS, BLOCK_ROWS]
+    words,  # as of add_block, like all that follow
+    x_tile,
+    has_row,
+    block,
+    column,
+    has_column,
+    num_outputs,
+    num_inputs,
+    outer_scales,
+    outer_minima,
+    zero_points,
+    inner_scales,
+    inner_minima,
+    ZERO: tl.constexpr,
+    LOW_LEVELS: tl.constexpr,
+    HIGH_LEVELS: tl.constexpr,
+    FLOATS: tl.constexpr,
+    INSTRUCTIONS: tl.constexpr,
+    BIAS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PER_WORD: tl.constexpr,
+    PARTS_PER_OUTER: tl.constexpr,
+):
+    """Return what `add_block` does, with weights that are rounded to the dtype of the activations."""
+    inputs = tl.arange(0, WIDTH)
+    for part in tl.static_range(PER_WORD):
+        first = (block * PER_WORD + part) * WIDTH
+        is_input = inputs < num_inputs - first
+        x = tl.load(x_tile + first, mask=is_input[:, None] & has_row[None, :], other=0.0)
+        weight = decoded_part(
+            words,
+            part,
+            block,
+            column,
+            has_column,
+            num_outputs,
+            outer_scales,
+            outer_minima,
+            zero_points,
+            inner_scales,
+            inner_minima,
+            None,
+            ZERO,
+            LOW_LEVELS,
+            HIGH_LEVELS,
+            FLOATS,
+            INSTRUCTIONS,
+            BIAS,
+            PER_WORD,
+            PARTS_PER_OUTER,
+            x.dtype,
+        )
+        sums = tl.dot(weight, x, sums, input_precision="ieee")
+    return sums
 
 
 @cache
@@ -159,9 +220,9 @@ def coded_constants(layout: CodedLayout, dtype: torch.dtype) -> dict[str, Any]:
     """
     levels = layout.format.levels
     low, high = (int.from_bytes(bytes(levels[start : start + 8]), "little", signed=True) for start in (0, 8))
-    chosen: tuple[tuple[str | None, ...], float] = (layout.per_byte * (None,), 0.0)
+    chosen: tuple[tuple[str | None, ...], float] = (layout.per_word * (None,), 0.0)
     if not _IS_INTERPRETED:
-        chosen = instructions(layout.format, layout.per_byte, dtype)
+        chosen = instructions(layout.format, layout.per_word, layout.word_bytes, dtype)
     return {
         "ZERO": layout.format.zero,
         "LOW_LEVELS": low if levels else None,
@@ -170,6 +231,6 @@ def coded_constants(layout: CodedLayout, dtype: torch.dtype) -> dict[str, Any]:
         "INSTRUCTIONS": chosen[0],
         "BIAS": chosen[1],
         "WIDTH": layout.width,
-        "PER_BYTE": layout.per_byte,
+        "PER_WORD": layout.per_word,
         "PARTS_PER_OUTER": layout.parts_per_outer,
     }

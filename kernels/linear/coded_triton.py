@@ -25,9 +25,10 @@ from torch import nn
 from kernels.coded_weight import CodedWeight
 from kernels.linear.coded_decode import OUTPUTS_MULTIPLE, decode_outputs, decode_rows
 from kernels.linear.coded_sections import CodedSection
-from kernels.linear.coded_tiles import add_block, coded_constants
+from kernels.linear.coded_tiles import add_block, add_rounded_block, coded_constants
+from kernels.shared_memory import has_large_shared_memory
 
-__all__ = ["CodedTritonLinear"]
+__all__ = ["CodedTritonLinear", "add_parts"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class _Tile:
     Attributes:
         num_programs: which keep a GPU busy: sums are divided until there are as many; 0: they are not.
         max_registers: of a thread; None: ptxas chooses.
+        is_rounded: weights are rounded to the dtype of activations, which takes half the registers of a sum.
     """
 
     num_rows: int
@@ -45,24 +47,26 @@ class _Tile:
     num_stages: int
     num_programs: int = 0
     max_registers: int | None = None
+    is_rounded: bool = False
 
 
-# By the bytes of an activation: for few rows, and for any number. Measured on an H200. With fewer outputs than 64
-# tensor cores get their older instructions, for which codes are read four at a time. With float32 ptxas spills a few
-# registers, so as to run more programs at a time, unless it is told how many a thread may have.
-_TILES = {
-    2: (_Tile(16, 32, 2, 3, num_programs=1024), _Tile(64, 64, 4, 4, num_programs=256)),
-    4: (_Tile(16, 64, 8, 2, num_programs=256, max_registers=200),) * 2,
-}
-_FEW_ROWS_AND_MINIMA = _Tile(16, 64, 4, 3, num_programs=1024)  # of 16 bits
+# With fewer outputs than 64 tensor cores get their older instructions, which take few rows as well. With more outputs
+# activations are read less often, which the second-level cache of an H200 is busy with from 64 rows on.
+_FEW_ROWS = _Tile(16, 32, 2, 3, num_programs=1024)
+_FEW_ROWS_AND_MINIMA = _Tile(16, 64, 4, 3, num_programs=1024)
+_SOME_ROWS = _Tile(64, 128, 8, 3, num_programs=256)
+_SOME_ROWS_OF_SMALL_GROUPS = _Tile(64, 64, 4, 4, num_programs=256)
+_MANY_ROWS = _Tile(128, 128, 8, 3, is_rounded=True)
+_ANY_ROWS = _Tile(64, 64, 4, 4)  # where a row is to have the same bits in any batch
+# With float32 ptxas spills a few registers, so as to run more programs at a time, unless it is told how many there are.
+_FLOAT32 = _Tile(16, 64, 8, 2, num_programs=256, max_registers=200)
 _MOST_PARTS = 8  # of a sum
 _INPUTS_OF_A_PART = 256  # at least
 _SUMMED = 1024  # outputs of a program that adds up parts
-# Rows up to which each tile decodes weights in registers; for more rows they are decoded into memory. Of parts
-# with fewer inputs, which have more scales, a second tile takes longer on an H200 than decoding into memory.
-_ROWS_IN_REGISTERS = 128
-_ROWS_IN_REGISTERS_OF_SMALL_PARTS = 64
-_SMALL_PART = 32  # inputs
+# Rows up to which weights are decoded in registers, by the tile for the most of them; for more rows they are decoded
+# into memory. Of small groups, which have more scales, a second tile takes longer on an H200 than decoding into memory.
+_ROWS_OF_SMALL_GROUPS, _ROWS, _ROWS_ROUNDED = 64, 128, 256
+_SMALL_GROUP = 32  # inputs
 
 
 # The number of rows changes from step to step, which must not wait for a compilation.
@@ -92,8 +96,9 @@ def coded_linear_kernel(
     INSTRUCTIONS: tl.constexpr,
     BIAS: tl.constexpr,
     WIDTH: tl.constexpr,
-    PER_BYTE: tl.constexpr,
+    PER_WORD: tl.constexpr,
     PARTS_PER_OUTER: tl.constexpr,
+    IS_ROUNDED: tl.constexpr,  # weights are rounded to the dtype of activations
     BLOCK_ROWS: tl.constexpr,
     BLOCK_OUTPUTS: tl.constexpr,
 ):
@@ -108,33 +113,61 @@ def coded_linear_kernel(
     x_tile = rows + row[None, :].to(tl.int64) * row_stride + inputs[:, None]
     sums = tl.zeros((BLOCK_OUTPUTS, BLOCK_ROWS), dtype=tl.float32)
     for block in range(first, tl.minimum(first + blocks_per_part, num_blocks)):
-        sums = add_block(
-            sums,
-            tl.load(code_tile, mask=has_column[:, None], other=0),
-            x_tile,
-            has_row,
-            block,
-            0,
-            0,
-            column,
-            has_column,
-            num_outputs,
-            num_inputs,
-            outer_scales,
-            outer_minima,
-            zero_points,
-            inner_scales,
-            inner_minima,
-            ZERO,
-            LOW_LEVELS,
-            HIGH_LEVELS,
-            FLOATS,
-            INSTRUCTIONS,
-            BIAS,
-            WIDTH,
-            PER_BYTE,
-            PARTS_PER_OUTER,
-        )
+        words = tl.load(code_tile, mask=has_column[:, None], other=0)
+        if IS_ROUNDED:
+            sums = add_rounded_block(
+                sums,
+                words,
+                x_tile,
+                has_row,
+                block,
+                column,
+                has_column,
+                num_outputs,
+                num_inputs,
+                outer_scales,
+                outer_minima,
+                zero_points,
+                inner_scales,
+                inner_minima,
+                ZERO,
+                LOW_LEVELS,
+                HIGH_LEVELS,
+                FLOATS,
+                INSTRUCTIONS,
+                BIAS,
+                WIDTH,
+                PER_WORD,
+                PARTS_PER_OUTER,
+            )
+        else:
+            sums = add_block(
+                sums,
+                words,
+                x_tile,
+                has_row,
+                block,
+                0,
+                0,
+                column,
+                has_column,
+                num_outputs,
+                num_inputs,
+                outer_scales,
+                outer_minima,
+                zero_points,
+                inner_scales,
+                inner_minima,
+                ZERO,
+                LOW_LEVELS,
+                HIGH_LEVELS,
+                FLOATS,
+                INSTRUCTIONS,
+                BIAS,
+                WIDTH,
+                PER_WORD,
+                PARTS_PER_OUTER,
+            )
         code_tile += num_outputs * WIDTH
     if output_scales is not None:
         sums *= tl.load(output_scales + column, mask=has_column, other=0.0)[:, None]
@@ -199,7 +232,8 @@ class CodedTritonLinear(nn.Module):
         counts = [matrix.shape[0] for matrix in weight.sections]
         counts[-1] += out_features - sum(counts)
         self.sections = nn.ModuleList(
-            CodedSection(matrix, count, device) for matrix, count in zip(weight.sections, counts, strict=True)
+            CodedSection(matrix, count, device, word_bytes=2)
+            for matrix, count in zip(weight.sections, counts, strict=True)
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -212,7 +246,8 @@ class CodedTritonLinear(nn.Module):
         output = rows.new_empty(len(rows), self.out_features)
         if not len(rows):
             return output.view(*x.shape[:-1], self.out_features)
-        scratch = None if self.batch_invariant or len(rows) <= self._rows_in_registers else self.scratch
+        is_decoded = not self.batch_invariant and len(rows) > self._rows_in_registers(rows.dtype)
+        scratch = self.scratch if is_decoded else None
         if scratch is not None and scratch.dtype == rows.dtype:
             self._multiply_decoded(output, rows, scratch)
         else:
@@ -221,11 +256,9 @@ class CodedTritonLinear(nn.Module):
                 _multiply(output[:, own], rows, section, None if self.bias is None else self.bias[own], tile)
         return output.view(*x.shape[:-1], self.out_features)
 
-    @property
-    def _rows_in_registers(self) -> int:
-        """Rows up to which weights are decoded in registers."""
-        is_small = any(section.layout.width <= _SMALL_PART for section, _ in self._sections_and_outputs())
-        return _ROWS_IN_REGISTERS_OF_SMALL_PARTS if is_small else _ROWS_IN_REGISTERS
+    def _rows_in_registers(self, dtype: torch.dtype) -> int:
+        """Return the rows up to which weights are decoded in registers."""
+        return min(_tiles(section, dtype)[-1][0] for section, _ in self._sections_and_outputs())
 
     def _sections_and_outputs(self) -> Iterator[tuple[CodedSection, slice]]:
         first = 0
@@ -266,17 +299,33 @@ class CodedTritonLinear(nn.Module):
     def compile_kernels(self, dtype: torch.dtype) -> None:
         """Launch what any number of rows of ``dtype`` launches."""
         device = next(self.parameters()).device
-        for num_rows in (1, _TILES[dtype.itemsize][0].num_rows + 1, self._rows_in_registers + 1):
+        sections = [section for section, _ in self._sections_and_outputs()]
+        most = {most_rows for section in sections for most_rows, _ in _tiles(section, dtype)}
+        for num_rows in (1, *(rows + 1 for rows in sorted(most))):
             self(torch.zeros(num_rows, self.in_features, dtype=dtype, device=device))
 
 
 def _tile(rows: torch.Tensor, section: CodedSection, *, is_only_one: bool) -> _Tile:
-    few, any_number = _TILES[rows.element_size()]
+    tiles = _tiles(section, rows.dtype)
     if is_only_one:
-        return replace(any_number, num_programs=0)
-    if len(rows) > few.num_rows:
-        return any_number
-    return few if section.outer_minima is None or rows.element_size() == 4 else _FEW_ROWS_AND_MINIMA
+        return replace(_FLOAT32, num_programs=0) if rows.dtype == torch.float32 else _ANY_ROWS
+    return next((tile for most_rows, tile in tiles if len(rows) <= most_rows), tiles[-1][1])
+
+
+def _tiles(section: CodedSection, dtype: torch.dtype) -> list[tuple[int, _Tile]]:
+    """Return the tiles of a section's products, each after the most rows that it is taken for."""
+    is_small = section.layout.group <= _SMALL_GROUP
+    if dtype.itemsize == 4:
+        return [(_ROWS_OF_SMALL_GROUPS if is_small else _ROWS, _FLOAT32)]
+    few = _FEW_ROWS if section.outer_minima is None else _FEW_ROWS_AND_MINIMA
+    if is_small:
+        return [(few.num_rows, few), (_ROWS_OF_SMALL_GROUPS, _SOME_ROWS_OF_SMALL_GROUPS)]
+    tiles = [(few.num_rows, few), (_SOME_ROWS.num_rows, _SOME_ROWS)]
+    # Scales of another dtype are converted, which takes longer than the second sum of a tile that is not rounded.
+    is_rounded = section.outer_scales.dtype == dtype and section.outer_minima is None
+    if is_rounded and has_large_shared_memory(section.codes.device):
+        return [*tiles, (_ROWS_ROUNDED, _MANY_ROWS)]
+    return [*tiles, (_ROWS, _SOME_ROWS)]
 
 
 def _blocks_per_part(section: CodedSection, tile: _Tile) -> int:
@@ -316,6 +365,7 @@ def _multiply(
         rows.stride(0),
         target.stride(-2),
         **coded_constants(section.layout, rows.dtype),
+        IS_ROUNDED=tile.is_rounded,
         BLOCK_ROWS=tile.num_rows,
         BLOCK_OUTPUTS=tile.num_outputs,
         num_warps=tile.num_warps,
@@ -324,14 +374,20 @@ def _multiply(
         enable_fp_fusion=True,
     )
     if num_parts > 1:
-        add_parts_kernel[num_rows, triton.cdiv(num_outputs, _SUMMED)](
-            output,
-            target,
-            bias,
-            num_parts,
-            num_rows,
-            num_outputs,
-            output.stride(0),
-            BLOCK=_SUMMED,
-            enable_fp_fusion=True,
-        )
+        add_parts(output, target, bias)
+
+
+def add_parts(output: torch.Tensor, parts: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Set ``output`` [num_rows, num_outputs] to the sums of float32 parts [num_parts, num_rows, num_outputs] + bias."""
+    num_parts, num_rows, num_outputs = parts.shape
+    add_parts_kernel[num_rows, triton.cdiv(num_outputs, _SUMMED)](
+        output,
+        parts,
+        bias,
+        num_parts,
+        num_rows,
+        num_outputs,
+        output.stride(0),
+        BLOCK=_SUMMED,
+        enable_fp_fusion=True,
+    )

@@ -20,7 +20,8 @@ SAVE: dict[str, Callable[[Path], Path]] = {
     "gptq": lambda path: of_gptq_awq.save("gptq", path, **SIZES).path,
     # Biases, and a gate whose format is not that of its up.
     "auto-round": lambda path: of_gptq_awq.save("auto-round as gptq", path, family="qwen2", **SIZES).path,
-    "fp8": lambda path: of_fp8.save("block", path, **SIZES).path,
+    "fp8": lambda path: of_fp8.save("modelopt blocks", path, **SIZES).path,  # whose activations are not quantised
+    "fp8 of activations": lambda path: of_fp8.save("block", path, **SIZES).path,
     "nvfp4": lambda path: of_fp4.save("modelopt", path, **SIZES).path,
     "mlx": lambda path: of_mlx.save(4, path, **SIZES).path,
     "qwen3-moe": lambda path: of_gptq_awq.save("gptq", path, family="qwen3_moe", **SIZES).path,

@@ -13,6 +13,7 @@ from kernels.experts.coded_stack import CodedStack
 from kernels.linear import coded_triton
 from kernels.linear.coded_sections import CodedSection
 from kernels.linear.coded_triton import CodedTritonLinear
+from kernels.linear.fp8_triton import Fp8Linear
 from tests.gpu_rehearsal.coded_models import SAVE
 from tests.gpu_rehearsal.family_models import EAGER, GRAPHS, SCENARIO, TWO_RANKS, Models, check_steps, start
 from tests.gpu_rehearsal.rehearsal import Rehearsal
@@ -30,6 +31,14 @@ class DequantisedModels(Models):
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return DequantisedModels(lambda name, path: str(SAVE[name](path)), tmp_path_factory)
+
+
+QUANTISES = "fp8 of activations"
+
+
+def shard_of(llm: LLM) -> Any:
+    """Return the model's modules."""
+    return llm.engine.runner.workers.local.shard.model  # type: ignore[attr-defined]
 
 
 def coded_layers(llm: LLM) -> list[CodedTritonLinear]:
@@ -54,14 +63,30 @@ def test_answers_are_those_of_the_dequantised_weights(case: tuple[str, Any], gpu
 def test_answers_with_weights_that_are_decoded_into_memory(
     case: tuple[str, Any], gpu: Rehearsal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coded_triton, "_ROWS_IN_REGISTERS_OF_SMALL_PARTS", 1)
+    tiles = coded_triton._tiles
+    monkeypatch.setattr(coded_triton, "_tiles", lambda *layer: [(1, tile) for _, tile in tiles(*layer)[:1]])
     check_steps(gpu, *case, GRAPHS)
     assert gpu.launches.counts["decode_kernel"]
 
 
+def test_activations_are_quantised_if_the_scheme_says_so(models: Models, gpu: Rehearsal) -> None:
+    """No other engine computes so here; kernels are compared with the reference elsewhere."""
+    path, found = models.path(QUANTISES), []
+    for options in (GRAPHS, EAGER, EAGER | {"batch_invariant": True}):
+        gpu.launches.counts.clear()
+        llm = start(gpu, path, **options)
+        layers = [module for module in shard_of(llm).modules() if isinstance(module, Fp8Linear)]
+        assert [layer.group for layer in layers] == [128] * (2 * 3)
+        assert len(coded_layers(llm)) == 2  # whose number of inputs is not a multiple of 16
+        found.append(answers(generate(llm, SCENARIO)))
+        assert {"quantize_groups_kernel", "fp8_linear_kernel"} <= set(gpu.launches.counts)
+        gpu.machine.check()
+    assert found[0] == found[1]
+
+
 @pytest.mark.exhaustive("what CI runs for one model, for several formats, for experts, and for two ranks")
 @pytest.mark.parametrize("options", [GRAPHS, EAGER, TWO_RANKS], ids=["graphs", "eager", "two ranks"])
-@pytest.mark.parametrize("case", SAVE, indirect=True)
+@pytest.mark.parametrize("case", [name for name in SAVE if name != QUANTISES], indirect=True)
 def test_answers_of_every_model(case: tuple[str, Any], options: dict[str, Any], gpu: Rehearsal) -> None:
     check_steps(gpu, *case, options)
     assert gpu.launches.counts["coded_linear_kernel"]
@@ -165,8 +190,8 @@ def test_a_planted_error_is_seen(case: tuple[str, Any], gpu: Rehearsal, monkeypa
     pack = CodedSection._packed
 
     def swapped(section: CodedSection, codes: torch.Tensor) -> torch.Tensor:
-        octets = pack(section, codes)
-        return octets >> 4 | octets << 4
+        octets = pack(section, codes).view(torch.uint8)
+        return (octets >> 4 | octets << 4).view(torch.uint16)
 
     monkeypatch.setattr(CodedSection, "_packed", swapped)
     path, expected = case

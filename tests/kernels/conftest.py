@@ -43,6 +43,9 @@ def _correct_products_of_interpreter() -> None:
 
     def as_float64(operand: Any) -> npt.NDArray[np.float64]:
         data = operand.data
+        if operand.dtype.scalar == language.float8e4nv:
+            codes = torch.from_numpy(np.ascontiguousarray(operand.data).view(np.uint8))
+            return codes.view(torch.float8_e4m3fn).double().numpy()
         if operand.dtype.scalar == language.bfloat16:
             data = (data.astype(np.uint32) << 16).view(np.float32)
         return data.astype(np.float64)

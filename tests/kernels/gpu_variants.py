@@ -25,13 +25,14 @@ from kernels.attention.window import Chunk, Window
 from kernels.attention_metadata import AttentionMetadata
 from kernels.cache.fp8 import FP8
 from kernels.cache.triton.store_kvcache import store_kvcache_triton
-from kernels.coded_weight import CodedWeight
+from kernels.coded_weight import Activations, CodedWeight, CodeFormat
 from kernels.experts.coded_stack import CodedStack
 from kernels.experts.triton.experts import experts_triton
 from kernels.layer_ops.base import LatentCache, Rotation
 from kernels.layer_ops.triton.ops import TritonOps
 from kernels.linear.coded_decode import scratch_of
 from kernels.linear.coded_triton import CodedTritonLinear
+from kernels.linear.fp8_triton import Fp8Linear
 from kernels.linear.triton import linear_triton
 from tests.kernels.coded_matrices import FORMATS, random_matrix
 from tests.kernels.layer_ops_launches import MODELS, run_layer_ops
@@ -45,6 +46,7 @@ __all__ = [
     "run_attention",
     "run_coded",
     "run_coded_experts",
+    "run_fp8",
     "run_sparse",
 ]
 
@@ -124,6 +126,19 @@ def run_coded(*, format: str, dtype: torch.dtype, shape: tuple[int, int], has_bi
     layer.compile_kernels(dtype)
     if not has_bias and layer.input_order is None:
         layer.look_up(torch.zeros(1, dtype=torch.int64), dtype)
+
+
+def run_fp8(*, activations: Activations, dtype: torch.dtype, shape: tuple[int, int], option: str) -> None:
+    """Launch what a linear layer of FP8 weights and activations launches for any number of rows."""
+    granules = 4 if activations == "groups" else 2**19
+    form = CodeFormat(bits=8, granules_per_outer=granules, outer_type="float32", floats="e4m3", activations=activations)
+    matrix = random_matrix(form, *shape)
+    if option == "one scale" and activations == "tokens":
+        matrix = replace(matrix, activation_scales=torch.ones(shape[0]))
+    layer = Fp8Linear(CodedWeight((matrix,)), shape[0], CPU, batch_invariant=option == "batch invariant")
+    if option == "bias":
+        layer.bias = nn.Parameter(torch.zeros(shape[0], dtype=dtype), requires_grad=False)
+    layer.compile_kernels(dtype)
 
 
 def run_coded_experts(*, format: str, dtype: torch.dtype, shape: tuple[int, int], option: str) -> None:
@@ -212,6 +227,15 @@ VARIANTS = {
             "dtype": DTYPES,
             "shape": ((128, 1024), (33, 512), (128, 100)),
             "has_bias": (False, True),
+        },
+    ),
+    "fp8": _Kernels(
+        run_fp8,
+        {
+            "activations": ("groups", "tokens"),
+            "dtype": DTYPES,
+            "shape": ((512, 1024), (33, 512), (128, 112)),
+            "option": ("bias", "one scale", "batch invariant"),
         },
     ),
     "coded_experts": _Kernels(

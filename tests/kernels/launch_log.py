@@ -18,6 +18,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from kernels.attention.triton import decode, prefill
 from kernels.attention.triton import indexer as indexer_triton
 from kernels.attention.triton import sparse as sparse_triton
+from kernels.attention.triton import split_choice as split_choice_triton
 from kernels.cache.triton import pages as pages_triton
 from kernels.cache.triton import pending_tokens as pending_tokens_triton
 from kernels.cache.triton import store_kvcache as store_kvcache_triton
@@ -28,6 +29,7 @@ from kernels.layer_ops.triton import kernels as layer_kernels
 from kernels.layer_ops.triton import latents as latent_kernels
 from kernels.linear import coded_decode as coded_decode_triton
 from kernels.linear import coded_triton as coded_linear_triton
+from kernels.linear import fp8_triton as fp8_linear_triton
 from kernels.linear import triton as linear_triton
 from kernels.recurrent.triton import chunked_delta_rule as chunked_delta_rule_kernels
 from kernels.recurrent.triton import chunked_row_decays as row_decays_kernels
@@ -43,7 +45,7 @@ from kernels.sampling.triton import truncation as truncation_kernels
 __all__ = ["KERNELS", "LaunchLog"]
 
 _MODULES: tuple[ModuleType, ...] = (
-    *(prefill, decode, indexer_triton, sparse_triton),
+    *(prefill, decode, indexer_triton, split_choice_triton, sparse_triton),
     *(store_kvcache_triton, pending_tokens_triton, pages_triton),
     *(
         conv_kernels,
@@ -55,7 +57,7 @@ _MODULES: tuple[ModuleType, ...] = (
         state_kernels,
     ),
     *(experts_routing_triton, experts_triton, coded_experts_triton),
-    *(linear_triton, coded_linear_triton, coded_decode_triton),
+    *(linear_triton, coded_linear_triton, coded_decode_triton, fp8_linear_triton),
     *(layer_kernels, latent_kernels, filter_kernels, sampling_kernels, truncation_kernels),
 )
 KERNELS: tuple[Any, ...] = tuple(

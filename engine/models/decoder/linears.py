@@ -24,8 +24,11 @@ from kernels.linear.select import select_linear_method
 
 if TYPE_CHECKING:
     from kernels.linear.coded_triton import CodedTritonLinear
+    from kernels.linear.fp8_triton import Fp8Linear
 
-__all__ = ["choose_linear_method", "coded_layer", "prepare_coded", "replace_linears"]
+    CodedLinear = CodedTritonLinear | Fp8Linear
+
+__all__ = ["CodedLinear", "choose_linear_method", "coded_layer", "prepare_coded", "replace_linears"]
 
 
 def choose_linear_method(
@@ -88,14 +91,20 @@ def _not_invariant(reason: str) -> ConfigError:
 
 def coded_layer(
     plain: nn.Linear | nn.Embedding, weight: CodedWeight, device: torch.device, *, batch_invariant: bool
-) -> CodedTritonLinear:
-    """Return what computes ``plain``, whose own weight may be on the meta device, from codes; it has no bias yet."""
-    from kernels.linear.coded_triton import CodedTritonLinear  # a CPU needs no Triton
+) -> CodedLinear:
+    """Return what computes ``plain``, whose own weight may be on the meta device, from codes; it has no bias yet.
 
+    Layers whose scheme quantises activations do so too, where a GPU multiplies FP8.
+    """
+    from kernels.linear.coded_triton import CodedTritonLinear  # a CPU needs no Triton
+    from kernels.linear.fp8_triton import Fp8Linear, can_multiply_fp8
+
+    if isinstance(plain, nn.Linear) and can_multiply_fp8(weight, device):
+        return Fp8Linear(weight, len(plain.weight), device, batch_invariant=batch_invariant)
     return CodedTritonLinear(weight, len(plain.weight), device, batch_invariant=batch_invariant)
 
 
-def prepare_coded(layers: Collection[CodedTritonLinear], dtype: torch.dtype, device: torch.device) -> None:
+def prepare_coded(layers: Collection[CodedLinear], dtype: torch.dtype, device: torch.device) -> None:
     """Give layers on codes the memory in which the weights of many rows are decoded, and compile their kernels.
 
     A step may have any number of rows, and must not wait for a compilation. The layers of a model share the memory.
@@ -108,16 +117,19 @@ def prepare_coded(layers: Collection[CodedTritonLinear], dtype: torch.dtype, dev
     if not layers:
         return
     from kernels.linear.coded_decode import scratch_of  # a CPU needs no Triton
+    from kernels.linear.coded_triton import CodedTritonLinear
 
-    shapes = [(layer.out_features, layer.in_features) for layer in layers if not layer.batch_invariant]
+    decoded = [layer for layer in layers if isinstance(layer, CodedTritonLinear) and not layer.batch_invariant]
+    shapes = [(layer.out_features, layer.in_features) for layer in decoded]
     scratch = scratch_of(shapes, dtype, device) if shapes else None
+    for own in decoded:
+        own.scratch = scratch
     for layer in layers:
-        layer.scratch = scratch
         layer.compile_kernels(dtype)
 
 
 def replace_linears(
-    model: nn.Module, method: LinearMethod, coded: Mapping[nn.Module, CodedTritonLinear] | None = None
+    model: nn.Module, method: LinearMethod, coded: Mapping[nn.Module, CodedLinear] | None = None
 ) -> None:
     """Let ``method`` compute every linear layer of ``model``, but for those whose weights stay codes.
 
@@ -134,8 +146,9 @@ def replace_linears(
             child.register_parameter("bias", None)  # the ranks' outputs are summed
         layer: nn.Module
         if coded is not None and child in coded:
-            layer = coded[child]
-            layer.bias = child.bias
+            own = coded[child]
+            own.bias = child.bias
+            layer = own
         else:
             layer = method.layer(child)
         if isinstance(child, RowParallelLinear) and child.parallel.size > 1 and layer is not child:

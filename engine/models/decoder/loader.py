@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -35,6 +35,7 @@ from kernels.linear.registry import DEQUANTIZE
 from kernels.recurrent.select import select_recurrent_ops
 
 if TYPE_CHECKING:
+    from engine.models.decoder.linears import CodedLinear
     from kernels.linear.coded_triton import CodedTritonLinear
 
 __all__ = ["Uninitialised", "load_decoder", "plan_of", "shapes_of"]
@@ -107,7 +108,7 @@ def load_decoder(
             show_progress=show_progress,
         )
         model: Decoder | CpuDecoder
-        coded: dict[nn.Module, CodedTritonLinear]
+        coded: dict[nn.Module, CodedLinear]
         plan, coded = NO_CODES, {}
         if isinstance(method, PackedLinears):
             assert isinstance(skeleton.embed_tokens, VocabParallelEmbedding)
@@ -195,13 +196,13 @@ def _coded_shapes(model: Decoder) -> dict[str, torch.Size]:
 
 def _fill(
     model: Decoder, read: Callable[..., Weights], dtype: torch.dtype, device: torch.device, *, batch_invariant: bool
-) -> dict[nn.Module, CodedTritonLinear]:
+) -> dict[nn.Module, CodedLinear]:
     """Put the weights into the modules of a decoder on the meta device.
 
     Returns:
         What computes the linear layers whose weights stay codes, by these; their own weights stay on the meta device.
     """
-    coded: dict[nn.Module, CodedTritonLinear] = {}
+    coded: dict[nn.Module, CodedLinear] = {}
     embedding = model.embed_tokens
     assert isinstance(embedding, VocabParallelEmbedding)
     for name, weight in read(shapes_of(model)):
@@ -223,7 +224,7 @@ def _fill(
         else:
             setattr(model.get_submodule(module), attribute, nn.Parameter(weight, requires_grad=False))
     if (codes := coded.pop(embedding, None)) is not None:
-        model.embed_tokens = CodedVocabEmbedding(embedding, codes, dtype)
+        model.embed_tokens = CodedVocabEmbedding(embedding, cast("CodedTritonLinear", codes), dtype)
     return coded
 
 

@@ -75,7 +75,7 @@ def grouped_coded_linear_kernel(
     INSTRUCTIONS: tl.constexpr,
     BIAS: tl.constexpr,
     WIDTH: tl.constexpr,
-    PER_BYTE: tl.constexpr,
+    PER_WORD: tl.constexpr,
     PARTS_PER_OUTER: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_OUTPUTS: tl.constexpr,
@@ -106,7 +106,7 @@ def grouped_coded_linear_kernel(
                 is_row,
                 block,
                 expert * num_outers,
-                first_block * PER_BYTE,
+                first_block * PER_WORD,
                 column,
                 has_column,
                 all_outputs,
@@ -123,7 +123,7 @@ def grouped_coded_linear_kernel(
                 INSTRUCTIONS,
                 BIAS,
                 WIDTH,
-                PER_BYTE,
+                PER_WORD,
                 PARTS_PER_OUTER,
             )
             code_tile += all_outputs * WIDTH

@@ -14,19 +14,30 @@ from benchmarks.gpu.run.part_run import PartRun
 __all__ = ["run"]
 
 TUNED = ("int4, groups of 128", "Q4_K", "MXFP4", "FP8, blocks of 128", "int8 by output")
-# Rows and outputs of a tile, warps, stages; programs that keep a GPU busy, or 0, where sums are not divided.
+# Rows and outputs of a tile, warps, stages; programs that keep a GPU busy, or 0, where sums are not divided; registers
+# of a thread, and whether weights are rounded.
 FEW = [
     (16, 64, 4, 4, 1024),
-    (16, 64, 4, 2, 1024),
     (16, 32, 2, 3, 1024),
     (16, 32, 2, 4, 1024),
-    (16, 32, 2, 4, 2048),
     (16, 32, 2, 5, 1024),
     (16, 128, 8, 3, 1024),
 ]
-SOME = [(64, 64, 4, 4, 0), (64, 64, 4, 4, 512), (64, 64, 4, 3, 512), (64, 128, 8, 3, 256), (32, 64, 4, 4, 256)]
-MANY = [(64, 64, 4, 4, 0), (64, 128, 8, 3, 256), (128, 64, 4, 3, 256), (128, 128, 8, 3, 0)]
-TILES = {1: FEW, 16: FEW, 64: SOME, 128: MANY, 256: MANY, 512: MANY}  # by the number of rows
+SOME = [
+    (64, 64, 4, 4, 256),
+    (64, 128, 8, 3, 256),
+    (64, 128, 8, 3, 0),
+    (64, 128, 4, 3, 256),
+    (64, 128, 8, 3, 256, None, True),
+]
+MANY = [
+    (64, 128, 8, 3, 0),
+    (128, 128, 8, 3, 0),
+    (128, 128, 8, 3, 0, None, True),
+    (256, 128, 8, 2, 0, None, True),
+    (128, 256, 8, 2, 0, None, True),
+]
+TILES: dict[int, list[Any]] = {1: FEW, 16: FEW, 64: SOME, 128: MANY, 256: MANY, 512: MANY}  # by the number of rows
 DECODED = 128  # rows from which on weights are also decoded into memory for cuBLAS
 
 
@@ -64,21 +75,20 @@ def _all(layers: list[Any], rows: torch.Tensor) -> Callable[[], object]:
     return compute
 
 
-def _tile(*sizes: int) -> Constants:
+def _tile(*sizes: Any) -> Constants:
     from kernels.linear import coded_triton  # the part starts where there is no Triton, too
 
-    tile = coded_triton._Tile(*sizes)
-    tiles = {(coded_triton, "_TILES"): {2: (tile, tile)}, (coded_triton, "_FEW_ROWS_AND_MINIMA"): tile}
-    return Constants(tiles | _registers_for(2**30))
+    return _tiles([(2**30, coded_triton._Tile(*sizes))])
 
 
 def _decoded() -> Constants:
-    return Constants(_registers_for(0))
-
-
-def _registers_for(num_rows: int) -> dict[tuple[Any, str], Any]:
-    """Return the constants that decode weights in registers for at most ``num_rows`` rows."""
     from kernels.linear import coded_triton
 
-    names = ("_ROWS_IN_REGISTERS", "_ROWS_IN_REGISTERS_OF_SMALL_PARTS")
-    return {(coded_triton, name): num_rows for name in names}
+    return _tiles([(0, coded_triton._FEW_ROWS)])
+
+
+def _tiles(tiles: list[tuple[int, Any]]) -> Constants:
+    """Return the constants with which layers of any format have these tiles, each up to a number of rows."""
+    from kernels.linear import coded_triton
+
+    return Constants({(coded_triton, "_tiles"): lambda section, dtype: tiles})

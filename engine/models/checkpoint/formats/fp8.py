@@ -15,7 +15,7 @@ Stacked experts have the same with an expert's index as the first dimension, or 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,7 +23,7 @@ from engine.models.checkpoint.formats.groups import why_not_coded
 from engine.models.checkpoint.formats.module_tensors import ModuleTensors
 from engine.models.checkpoint.packed_weight import PART_DTYPES, PackedWeight
 from engine.models.config.files.quantization import Quantization
-from kernels.coded_weight import SMALLEST_NOT_FINITE, CodedMatrix, CodeFormat, Floats, StoredLayout
+from kernels.coded_weight import SMALLEST_NOT_FINITE, Activations, CodedMatrix, CodeFormat, Floats, StoredLayout
 from kernels.cpu.stored_codes import largest_octet
 from kernels.dequant.coded_groups import coded_groups, format_of_groups
 from kernels.dequant.fp8 import dequantise_fp8
@@ -33,17 +33,25 @@ __all__ = ["Fp8Weight", "fp8_weights"]
 
 _FLOATS: dict[str, Floats] = {"F8_E4M3": "e4m3", "F8_E5M2": "e5m2"}
 _EXPONENTS = ("U8", "F8_E8M0")
-_SCALES = ("F32", "BF16", "F16", *_EXPONENTS)
+_FLOAT_SCALES = ("F32", "BF16", "F16")
+_SCALES = (*_FLOAT_SCALES, *_EXPONENTS)
+_INPUT_SCALES = ("input_scale", "activation_scale")
 _ONE = ((), (1,))  # shapes of one number
 _USUAL_BLOCK, _MX_COLUMNS = 128, 32
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Fp8Weight(PackedWeight):
-    """Parts ``weight`` and ``scale``; ``block``: rows and columns that have one scale."""
+    """Parts ``weight`` and ``scale``, and ``input_scale`` if activations have one that the checkpoint knows.
+
+    Attributes:
+        block: rows and columns that have one scale.
+        quantises_activations: whether the scheme quantises them to the same floats.
+    """
 
     format = "FP8"
     block: tuple[int, int]
+    quantises_activations: bool = False
 
     def dequantise(
         self, parts: Mapping[str, torch.Tensor], rows: range, out: torch.Tensor | None = None
@@ -56,7 +64,17 @@ class Fp8Weight(PackedWeight):
         """How its codes are kept as they are."""
         dtype, floats = self.parts["scale"].dtype, _FLOATS[self.parts["weight"].dtype]
         scales = torch.bfloat16 if self._has_exponents else PART_DTYPES[dtype]  # bfloat16 has all powers of two
-        return format_of_groups(8, self.block[1], self.shape[-1], scales, floats=floats)
+        form = format_of_groups(8, self.block[1], self.shape[-1], scales, floats=floats)
+        return None if form is None else replace(form, activations=self._activations)
+
+    @property
+    def _activations(self) -> Activations | None:
+        """Which activations have one scale, of the schemes that GPUs multiply in FP8."""
+        if not self.quantises_activations or self._has_exponents or self.parts["weight"].dtype != "F8_E4M3":
+            return None
+        if self.block[1] >= self.shape[-1]:
+            return "tokens"
+        return "groups" if self.block[1] == _USUAL_BLOCK and "input_scale" not in self.parts else None
 
     @property
     def why_not_coded(self) -> str:
@@ -70,7 +88,10 @@ class Fp8Weight(PackedWeight):
         scales = scales.view(torch.uint8) if self._has_exponents else scales
         codes, scales = parts["weight"].view(torch.uint8), row_scales(scales, self.block[0], rows.start, len(rows))
         layout = StoredLayout("bytes", "e8m0" if self._has_exponents else None)
-        return coded_groups(form, codes, scales, layout=layout, num_inputs=self.shape[-1])
+        matrix = coded_groups(form, codes, scales, layout=layout, num_inputs=self.shape[-1])
+        if form.activations is None or "input_scale" not in parts:
+            return matrix
+        return replace(matrix, activation_scales=parts["input_scale"].float().view(1).expand(len(codes)).contiguous())
 
     @property
     def keeps_stored_codes(self) -> bool:
@@ -105,14 +126,24 @@ def fp8_weights(module: ModuleTensors) -> Iterator[PackedWeight]:
             _squeeze_blocks(module, scale, len(codes.shape))
             block = _block(module, scale, codes.shape)
             shared = frozenset({"scale"} if module.tensors[scale].shape in _ONE else ())
+            input_scale = _input_scale(module) if name == "weight" and len(codes.shape) == 2 else None
             yield Fp8Weight(
                 name=module.full_name(name),
-                parts=module.take(weight=name, scale=scale),
+                parts=module.take(weight=name, scale=scale, input_scale=input_scale),
                 shape=codes.shape,
                 read_by_rows=frozenset({"weight"}),
-                shared=shared,
+                shared=shared | {"input_scale"},
                 block=block,
+                quantises_activations=input_scale is not None or module.quantization.quantises_activations,
             )
+
+
+def _input_scale(module: ModuleTensors) -> str | None:
+    """Return the name of the one scale that a module's activations have; None: scales follow from them."""
+    name = module.find(*_INPUT_SCALES)
+    if name is None or module.tensors[name].shape not in _ONE or module.tensors[name].dtype not in _FLOAT_SCALES:
+        return None
+    return name
 
 
 def _squeeze_blocks(module: ModuleTensors, name: str, dimensions: int) -> None:

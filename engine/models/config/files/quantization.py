@@ -82,6 +82,19 @@ class Quantization:
     fields: Mapping[str, Any] = field(default_factory=dict)
     file: Path = Path()
 
+    @property
+    def quantises_activations(self) -> bool:
+        """Whether the inputs of FP8 weights are quantised to FP8 in each step, with scales that follow from them."""
+        match self.method:
+            case "compressed-tensors":
+                return _are_dynamic(self.fields.get("config_groups"))
+            case "modelopt":
+                return self.fields.get("quant_algo") == "FP8_PER_CHANNEL_PER_TOKEN"
+            case "fp8":
+                name = str(self.fields.get("quant_method")).lower().replace("-", "_")
+                return name == "fbgemm_fp8" or self.fields.get("activation_scheme") == "dynamic"
+        return False
+
     def error(self, problem: str) -> ModelLoadError:
         """Return the error about a field."""
         return ModelLoadError(f"the quantization in '{self.file}' {problem}; {_REMEDY}")
@@ -139,6 +152,19 @@ def _checked(fields: object, file: Path, name: str) -> Quantization:
     if isinstance(sparsity, dict) and sparsity.get("format", "dense") != "dense":
         raise quantization.error(f"has a sparsity_config with the format {shown(sparsity['format'])}, not 'dense'")
     return quantization
+
+
+def _are_dynamic(groups: object) -> bool:
+    """Whether all groups of compressed-tensors whose weights are FP8 have activations in FP8, by token or by 128."""
+    schemes = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
+    inputs = [group.get("input_activations") for group in schemes if _is_fp8(group.get("weights"))]
+    return bool(inputs) and all(
+        isinstance(scheme, dict) and _is_fp8(scheme) and bool(scheme.get("dynamic")) for scheme in inputs
+    )
+
+
+def _is_fp8(scheme: Any) -> bool:
+    return isinstance(scheme, dict) and scheme.get("type") == "float" and scheme.get("num_bits") == 8
 
 
 def without_quantization(raw: dict[str, Any]) -> dict[str, Any]:
