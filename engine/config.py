@@ -130,6 +130,11 @@ class EngineConfig:
             this engine read, also after a restart. It needs a host pool, through which all pages pass. Each engine
             takes a file of its own, whose name begins with a digest of the model. None: there is no disk cache.
         disk_cache_gib: size of that file in GiB, for each engine.
+        shared_cache_path: directory that several nodes mount, or a URL of fsspec such as ``s3://bucket/prefix``, where
+            engines keep full blocks of ended requests for each other. It needs a host pool. None: there is no shared
+            cache.
+        shared_cache_gib: most GiB that all objects there take, of all models. Each engine deletes the oldest of them
+            above that. None: the storage deletes them itself, for example by a lifetime rule of the bucket.
         kv_transfer: give KV to the other replicas of a deployment, and take theirs, over the network. It needs a host
             pool, through which all pages pass. None: wherever there is one. It has no effect on ``LLM``.
         served_model_name: name of the model in metrics; None takes the path.
@@ -180,6 +185,8 @@ class EngineConfig:
     swap_space_gib: Annotated[float | None, optional(number(0.0, MAX_FLOAT, "of at least 0"))] = None
     disk_cache_path: Annotated[str | None, name_or_null] = None
     disk_cache_gib: Annotated[float, number(LEAST_FLOAT, MAX_FLOAT, "above 0")] = 16.0
+    shared_cache_path: Annotated[str | None, name_or_null] = None
+    shared_cache_gib: Annotated[float | None, optional(number(LEAST_FLOAT, MAX_FLOAT, "above 0"))] = 64.0
     kv_transfer: Annotated[bool | None, optional(flag)] = None
     served_model_name: Annotated[str | None, name_or_null] = None
     step_timeout_s: Annotated[float, number(LEAST_FLOAT, MAX_FLOAT, "above 0")] = 300.0
@@ -188,6 +195,12 @@ class EngineConfig:
     device: Annotated[str, _device] = "auto"
     num_threads: Annotated[int | None, optional(integer(1))] = None
     attention_backend: Annotated[str, choice("auto", *BACKENDS)] = "auto"
+
+    @property
+    def shared_memory_options(self) -> dict[str, Any]:
+        """The options in use by which whole pages leave a host pool, which all ranks must share then."""
+        names = ("disk_cache_path", "shared_cache_path", "kv_transfer")
+        return {name: value for name in names if (value := getattr(self, name))}
 
     def __post_init__(self) -> None:
         if isinstance(self.model, os.PathLike):

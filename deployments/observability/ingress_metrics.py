@@ -88,14 +88,14 @@ ROUTING_PREDICTED_FETCH_TOKENS = Metric(
     "counter",
     "Prompt tokens that the chosen replicas were expected to fetch, by source.",
     ("source",),
-    known=(("disk",), ("peer",)),
+    known=(("disk",), ("shared",), ("peer",)),
 )
 ROUTING_FETCHED_TOKENS = Metric(
     "routing_fetched_tokens",
     "counter",
     "Of those, the prompt tokens that the replicas did not compute.",
     ("source",),
-    known=(("disk",), ("peer",)),
+    known=(("disk",), ("shared",), ("peer",)),
 )
 INGRESS_REJECTIONS = Metric(
     "ingress_rejections",

@@ -4,10 +4,10 @@
       +-- RoutingState          applies KV events and load reports; owns the lock
       |     +-- KVIndex         which replica holds which blocks; of one prompt: HeldBlocks
       |     +-- StateIndex      after which of them a hit may resume, where a model has states
-      |     +-- DiskIndex       which blocks its disk holds, where it has a disk cache
+      |     +-- StorageIndex    which blocks it can read from its disk, and from the shared cache
       |     +-- ReplicaTable    how busy each replica is, as the cost of an empty prompt (cost.py)
       |           +-- CostRows      the same as arrays, for decisions
-      |           +-- SourceRates   how fast it fetches KV from its disk and from each peer
+      |           +-- SourceRates   how fast it fetches KV from storage and from each peer
       +-- SourceFinder          from where replicas can fetch the beginning of this prompt
       +-- RoutingPolicy         cost of this prompt on each replica, fetches included (fetches.py)
       +-- RecentlyRouted        the last routed requests, for the web page

@@ -160,7 +160,7 @@ class ClusterView:
             if num_blocks:
                 self._recorder.increment(metric, num_blocks * block_size)
         if (fetch := decision.fetch) is not None:
-            kind = "disk" if fetch.holder is None else "peer"
+            kind = fetch.source_name if fetch.holder is None else "peer"
             self._recorder.increment(ROUTING_PREDICTED_FETCH_TOKENS, fetch.num_fetched * block_size, source=kind)
         return decision
 

@@ -26,6 +26,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from engine.kv.events import StorageName
 from engine.observability.step_costs import StepCosts
 
 __all__ = [
@@ -68,12 +69,22 @@ class Holder(NamedTuple):
 class Fetch(NamedTuple):
     """A part of a prompt that a replica fetches before it computes the rest: see fetches.py."""
 
-    holder: Holder | None  # None: the replica's own disk
+    source: Holder | StorageName  # another replica, or storage that the replica reads itself
     num_blocks: int  # leading blocks of the prompt that the replica holds afterwards
     num_fetched: int  # of them
     seconds: float  # that the fetch takes
     evicted_s: float  # to compute again what it evicts
     saved_s: float  # how much less the prompt costs than if it is computed
+
+    @property
+    def holder(self) -> Holder | None:
+        """The other replica; None: the source is storage."""
+        return None if isinstance(self.source, str) else self.source
+
+    @property
+    def source_name(self) -> str:
+        """The name of the other replica, or of the storage."""
+        return self.source if isinstance(self.source, str) else self.source.name
 
 
 class PromptCost(NamedTuple):

@@ -1,6 +1,6 @@
 """Fetches: what it costs a replica to fetch a part of a prompt's KV instead of computing it, in seconds as in cost.py.
 
-A replica that holds the beginning of a prompt can fetch ``k`` further tokens, from its disk or from a peer, and compute
+A replica that holds the beginning of a prompt can fetch ``k`` further tokens, from storage or from a peer, and compute
 the rest:
 
     cost    = max(queue, T) + (1 + price) * prefill + min(1, reuse) * k / P + decode / F
@@ -24,7 +24,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from deployments.routing.cost import Fetch, Holder, Prices, PromptBlocks, ReplicaCost
-from deployments.routing.source_rates import DISK, FetchRate, SourceRates
+from deployments.routing.source_rates import FetchRate, SourceRates
+from engine.kv.events import StorageName
 
 __all__ = ["Sources", "best_fetch", "saved_per_block"]
 
@@ -38,27 +39,28 @@ class Sources(NamedTuple):
     rates: SourceRates
     holders: Sequence[Holder] = ()  # those that hold the most first
     takers: Collection[str] = ()  # replicas that can fetch from them
-    on_disk: Mapping[str, int] = {}  # replica -> leading blocks that it holds if its disk is counted
+    stored: Mapping[StorageName, Mapping[str, int]] = {}  # replica -> leading blocks, if this storage is counted too
     are_divisible: bool = True  # a part of what a source holds is worth something
     guesses: bool = False  # a peer of an unknown rate is taken to be twice as fast as computing
 
     def __bool__(self) -> bool:
         """Whether there are any."""
-        return bool(self.holders or self.on_disk)
+        return bool(self.holders or self.stored)
 
     @property
     def max_blocks(self) -> int:
         """The most leading blocks that any of them holds."""
-        held = max((holder.num_blocks for holder in self.holders), default=0)
-        return max(held, *self.on_disk.values()) if self.on_disk else held
+        held = [holder.num_blocks for holder in self.holders]
+        return max(held + [number for of_storage in self.stored.values() for number in of_storage.values()], default=0)
 
     def options(
         self, name: str, replica: ReplicaCost, num_cached: int
-    ) -> Iterator[tuple[Holder | None, int, FetchRate]]:
-        """Yield (peer or None for the disk, blocks that it holds, rate) of what holds more than a replica's memory."""
-        on_disk = self.on_disk.get(name, 0)
-        if on_disk > num_cached and (rate := self.rates.get(name, DISK)) is not None:
-            yield None, on_disk, rate
+    ) -> Iterator[tuple[Holder | StorageName, int, FetchRate]]:
+        """Yield (peer or storage, blocks that it holds, rate) of what holds more than a replica's memory."""
+        for storage, stored in self.stored.items():
+            num_blocks = stored.get(name, 0)
+            if num_blocks > num_cached and (rate := self.rates.get(name, storage)) is not None:
+                yield storage, num_blocks, rate
         for holder in self.holders if name in self.takers else ():
             if holder.num_blocks > num_cached and holder.name != name:
                 rate = self.rates.get(name, holder.endpoint)
@@ -85,7 +87,7 @@ def best_fetch(
     computed_s = replica.seconds_per_token * prompt.block_size
     saved_s = saved_per_block(prompt, prices) * replica.seconds_per_token
     limit = max(0, prompt.num_tokens - 1) // prompt.block_size  # the last token is computed in any case
-    for holder, num_held, (latency_s, seconds_per_token) in sources.options(name, replica, num_cached):
+    for source, num_held, (latency_s, seconds_per_token) in sources.options(name, replica, num_cached):
         most, block_s = min(num_held, limit) - num_cached, seconds_per_token * prompt.block_size
         if most <= 0 or block_s >= computed_s:
             continue
@@ -97,7 +99,7 @@ def best_fetch(
             saved = number * saved_s - max(0.0, seconds - replica.queue_s)
             if best is None or saved > best.saved_s:
                 evicted_s = prices.memory * computed_s * number
-                best = Fetch(holder, num_cached + number, number, seconds, evicted_s, saved)
+                best = Fetch(source, num_cached + number, number, seconds, evicted_s, saved)
     return best if best is not None and best.saved_s > 0 else None
 
 

@@ -10,14 +10,16 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import get_args
 
 from deployments.routing.policy import Decision
 from deployments.transport.request_channel.dispatch import Dispatch
+from engine.kv.events import StorageName
 
 __all__ = ["RecentlyRouted", "RoutedRequest"]
 
 LENGTH = 50
-DISK_NAME = "disk"  # a source; replicas have longer names
+_STORAGE = get_args(StorageName)  # sources; replicas have longer names
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class RoutedRequest:
     decode_s: float  # the answer's steps, as seconds before a first token
     next_s: float | None  # the sum of these on the next best replica; None: there is none
     source: str = (
-        ""  # from where the replica fetches a part of the prompt: DISK, or another replica; empty: it does not
+        ""  # from where the replica fetches a part of the prompt: storage, or another replica; empty: it does not
     )
     fetched_tokens: int = 0  # that it fetches
     fetch_s: float = 0.0  # how long that takes; only what exceeds queue_s is a part of the cost
@@ -45,8 +47,8 @@ class RoutedRequest:
 
     @property
     def source_kind(self) -> str:
-        """The label of metrics: disk or peer."""
-        return "disk" if self.source == DISK_NAME else "peer"
+        """The label of metrics: disk, shared or peer."""
+        return self.source if self.source in _STORAGE else "peer"
 
     def num_fetched_of(self, num_cached_tokens: int) -> int:
         """Return how many of the tokens that an engine found in its memory it must have fetched as predicted."""
@@ -92,7 +94,7 @@ class RecentlyRouted:
         if (fetch := decision.fetch) is not None:
             routed = replace(
                 routed,
-                source=DISK_NAME if fetch.holder is None else fetch.holder.name,
+                source=fetch.source_name,
                 fetched_tokens=fetch.num_fetched * block_size,
                 fetch_s=round(fetch.seconds, 4),
             )

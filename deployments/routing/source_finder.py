@@ -1,4 +1,4 @@
-"""SourceFinder: from where the replicas can fetch the beginning of a prompt: their disks, and peers that serve pages.
+"""SourceFinder: from where the replicas can fetch the beginning of a prompt: storage, and peers that serve pages.
 
 Only what a peer's events have reported is counted: a block that is assumed to be there may still have to be computed.
 A replica that drains serves pages until it ends. One that has ended or just failed the request, or whose reports have
@@ -86,23 +86,27 @@ class SourceFinder:
             handed_over_by: the replica that has ended the request so that another one continues it; empty: none.
             now: monotonic seconds.
         """
-        disk, rates = self._routing.disk, self._routing.table.rates
+        rates = self._routing.table.rates
         has_states = bool(self._routing.states)
-        # After which blocks on a disk a model with states could resume, its events do not say.
-        on_disk = disk.num_held_blocks(prompt.hashes, num_cached_blocks) if disk and not has_states else {}
+        # After which blocks on storage a model with states could resume, its events do not say.
+        stored = {
+            name: held
+            for name, index in self._routing.storage.items()
+            if index and not has_states and (held := index.num_held_blocks(prompt.hashes, num_cached_blocks))
+        }
         holders = (
             self._holders(prompt, num_cached_blocks, avoid, is_lost, is_whole=has_states) if self._addresses else []
         )
         if handed_over_by and (address := self._address_of(handed_over_by, is_lost)) is not None:
             holders = [holder for holder in holders if holder.name != handed_over_by]
             holders.insert(0, Holder(handed_over_by, address.endpoint, address.secret, len(prompt.hashes)))
-        if not holders and not on_disk:
+        if not holders and not stored:
             return None
         return Sources(
             rates,
             holders,
             takers=self._addresses,
-            on_disk=on_disk,
+            stored=stored,
             are_divisible=not has_states,
             guesses=bool(handed_over_by or request.output_token_ids)
             or (rates.may_guess(now) and _is_one_in(_GUESS_EVERY, request.request_id)),

@@ -1,4 +1,4 @@
-"""SourceRates: how fast each replica has fetched KV from its disk and from each peer, as its load reports say.
+"""SourceRates: how fast each replica has fetched KV from storage and from each peer, as its load reports say.
 
 A pair that has not been measured lately has the mean of the replica's other peers, and that of the cluster if it has
 none. What is still unknown has no rate, and nothing is fetched, except that a request now and then tries a peer to find
@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import inf
-from typing import NamedTuple
+from typing import Final, NamedTuple, get_args
 
+from engine.kv.events import StorageName
 from engine.observability.load import SourceRate
 
-__all__ = ["DISK", "FetchRate", "SourceRates"]
+__all__ = ["FetchRate", "SourceRates"]
 
-DISK = ""  # the source that is the replica's own disk
+_STORAGE: Final = get_args(StorageName)  # sources that are no peers
 _FIRST_GUESS_S = 10.0  # between two guesses
 _LONGEST_GUESS_S = 600.0
 _EXPIRES_S = 300.0  # after this long a rate counts as unknown: a network recovers, and only a transfer shows that
@@ -67,10 +68,10 @@ class SourceRates:
 
         Args:
             replica: the name of the replica.
-            source: ``DISK``, or where a peer serves its pages.
+            source: the name of a storage, or where a peer serves its pages.
         """
         rate = self._rates[replica].get(source) if replica in self._rates else None
-        if rate is not None or source == DISK:
+        if rate is not None or source in _STORAGE:
             return rate
         return self._means.get(replica, self._cluster_mean)
 
@@ -89,7 +90,7 @@ class SourceRates:
             for source, (rate, since) in self._measured[replica].items()
             if since >= now - _EXPIRES_S
         }
-        peers = [rate for source, rate in rates.items() if source != DISK]
+        peers = [rate for source, rate in rates.items() if source not in _STORAGE]
         if peers:
             self._means[replica] = _mean(peers)
         else:

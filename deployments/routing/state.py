@@ -2,7 +2,7 @@
 
     KV events, snapshots --> KVIndex       which replica holds which blocks
                              StateIndex    after which of them a hit may resume, where a model has states
-                             DiskIndex     which blocks its disk holds, where it has a disk cache
+                             StorageIndex  which blocks it can read from its disk, and from the shared cache
     load reports         --> ReplicaTable  how busy each replica is
 
 It owns the lock for all: the event subscriber's thread calls it, while ClusterView reads and updates the same objects
@@ -16,12 +16,13 @@ from math import inf
 from threading import Lock
 
 from deployments.routing.cost import PromptBlocks
-from deployments.routing.disk_index import DiskIndex
 from deployments.routing.held_blocks import HeldBlocks
 from deployments.routing.kv_index import KVIndex
 from deployments.routing.options import RoutingOptions
 from deployments.routing.replica_table import ReplicaTable
 from deployments.routing.state_index import StateIndex
+from deployments.routing.storage_index import StorageIndex
+from engine.kv.events import StorageName
 from engine.observability.load import EngineLoad
 
 __all__ = ["RoutingState"]
@@ -36,7 +37,7 @@ class RoutingState:
     Attributes:
         lock: held while an index or the table is read or changed.
         index: the blocks that each replica holds.
-        disk: the blocks that each replica's disk holds.
+        storage: the blocks that each replica can read from each kind of storage.
         states: the blocks after which a hit on a replica may resume, if its model has states.
         table: the load of each replica.
         block_size: tokens per block.
@@ -46,7 +47,7 @@ class RoutingState:
         self.lock = Lock()
         self.index = KVIndex()
         self.states = StateIndex()
-        self.disk = DiskIndex()
+        self.storage: dict[StorageName, StorageIndex] = {"disk": StorageIndex(), "shared": StorageIndex()}
         self.table = ReplicaTable(options)
         self.block_size = 16
 
@@ -58,7 +59,7 @@ class RoutingState:
             self.table.remove(gone)
             self.index.remove_replica(gone)
             self.states.remove_replica(gone)
-            self.disk.remove_replica(gone)
+            self._forget_storage(gone)
         self.add_unknown(names)
 
     def add_unknown(self, names: Collection[str]) -> None:
@@ -101,7 +102,7 @@ class RoutingState:
         with self.lock:
             self.index.cleared(replica)
             self.states.cleared(replica)
-            self.disk.remove_replica(replica)
+            self._forget_storage(replica)
             self._confirm(replica)
 
     def states_stored(self, replica: str, hashes: Iterable[int]) -> None:
@@ -116,31 +117,36 @@ class RoutingState:
             if replica in self.table.by_name:
                 self.states.removed(replica, hashes)
 
-    def saved(self, replica: str, hashes: Iterable[int]) -> None:
-        """Record that a replica's disk holds ``hashes``."""
+    def saved(self, replica: str, hashes: Iterable[int], storage: StorageName = "disk") -> None:
+        """Record that a replica can read ``hashes`` from storage."""
         with self.lock:
             if replica in self.table.by_name:
-                self.disk.saved(replica, hashes)
+                self.storage[storage].saved(replica, hashes)
 
-    def unsaved(self, replica: str, hashes: Iterable[int]) -> None:
-        """Record that a replica's disk no longer holds ``hashes``."""
+    def unsaved(self, replica: str, hashes: Iterable[int], storage: StorageName = "disk") -> None:
+        """Record that a replica can no longer read ``hashes`` from storage."""
         with self.lock:
-            self.disk.unsaved(replica, hashes)
+            self.storage[storage].unsaved(replica, hashes)
 
     def replaced(
-        self, replica: str, hashes: Iterable[int], states: Iterable[int] | None = None, saved: Iterable[int] = ()
+        self,
+        replica: str,
+        hashes: Iterable[int],
+        states: Iterable[int] | None = None,
+        saved: Iterable[int] = (),
+        shared: Iterable[int] = (),
     ) -> None:
         """Record that a replica holds exactly ``hashes``: a snapshot, which later events continue.
 
         A hit may resume after ``states`` only; None: the replica's model has no states. Its disk holds exactly
-        ``saved``. The blocks are applied in slices, with decisions in between: a million of them take a quarter of a
-        second.
+        ``saved``, and of the shared cache it knows exactly ``shared``. The blocks are applied in slices, with decisions
+        in between: a million of them take a quarter of a second.
         """
         held = list(hashes)
         with self.lock:
             self._confirm(replica)
             self.states.remove_replica(replica)
-            self.disk.remove_replica(replica)
+            self._forget_storage(replica)
             gone = list(self.index.blocks(replica).difference(held))
         for change, blocks in ((self.index.removed, gone), (self.index.stored, held)):
             for start in range(0, len(blocks), _SLICE):
@@ -150,6 +156,8 @@ class RoutingState:
             self.states_stored(replica, states)
         if on_disk := list(saved):
             self.saved(replica, on_disk)
+        if on_shared := list(shared):
+            self.saved(replica, on_shared, "shared")
 
     def events_lost(self, replica: str) -> None:
         """Record that a replica's events are missing: until a snapshot comes, model its cache as an LRU cache."""
@@ -173,6 +181,10 @@ class RoutingState:
             self.index.expire(now)
             if replica in self.table.by_name:
                 self.table.report(replica, load, now)
+
+    def _forget_storage(self, replica: str) -> None:
+        for index in self.storage.values():
+            index.remove_replica(replica)
 
     def _confirm(self, replica: str) -> None:
         """End the LRU model of a replica's cache: from now on its events say what it holds."""

@@ -28,9 +28,8 @@ def require_valid_placement(strategy: PlacementStrategy, engine: EngineConfig, c
     value = f"{_KEY}={strategy}"
     if engine.tensor_parallel_size == 1:
         raise ConfigError(f"{value} places ranks, and engine.tensor_parallel_size is 1; raise that, or leave it out")
-    for name in ("disk_cache_path", "kv_transfer"):
-        if getattr(engine, name):
-            raise ConfigError(f"{value} may place ranks on several nodes, and engine.{name} needs one; leave one out")
+    for name in engine.shared_memory_options:
+        raise ConfigError(f"{value} may place ranks on several nodes, and engine.{name} needs one; leave one out")
     if engine.device == "cpu" and not cpus_per_rank:
         raise _empty_bundle(strategy)
 

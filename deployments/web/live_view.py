@@ -15,9 +15,9 @@ ingresses give the same answer.
        "blocks": {"free": 1, "cached": 1, "used": 2, "shared": 1},   shared is a part of used
        "num_blocks": 4, "blocks_per_cell": 1,
        "cells": "AQAA...",                         base64 of BlockMap.cells: three bytes per cell
-       "tiers": [{                                 beyond the device: host, disk, peer; those that it has
+       "tiers": [{                                 beyond the device: host, disk, shared, peer; those that it has
          "name": "host",
-         "blocks": 9, "num_blocks": 20,            what it holds, and has room for; of peers 0
+         "blocks": 9, "num_blocks": 20,            what it holds, and has room for; 0 of peers
          "hit_tokens": 9,                          prompt tokens that came from there and were not computed
          "in_tokens": 9, "out_tokens": 9           whose KV came from there, and went there, since the start
        }]
@@ -73,7 +73,7 @@ _COUNTERS: dict[str, Metric] = {
     "evicted_blocks": BLOCKS_EVICTED,
     "preemptions": PREEMPTIONS,
 }
-_TIERS = ("host", "disk", "peer")
+_TIERS = ("host", "disk", "shared", "peer")
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ its reach were lost. The events do not say that: whether the pages suffice depen
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 __all__ = [
     "AllBlocksCleared",
@@ -26,7 +27,10 @@ __all__ = [
     "KVEventBatch",
     "StateRemoved",
     "StateStored",
+    "StorageName",
 ]
+
+StorageName: TypeAlias = Literal["disk", "shared"]  # a disk of this engine, or storage that several engines use
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +54,18 @@ class AllBlocksCleared:
 
 @dataclass(frozen=True, slots=True)
 class BlockSaved:
-    """The disk holds a block, whether memory does or not: a request can have it read."""
+    """Storage holds a block, whether memory does or not: a request can have it read."""
 
     block_hash: int
+    storage: StorageName = "disk"
 
 
 @dataclass(frozen=True, slots=True)
 class BlockUnsaved:
-    """The disk no longer holds a block."""
+    """Storage no longer holds a block."""
 
     block_hash: int
+    storage: StorageName = "disk"
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,7 @@ def host_shares(count: int, num_ranks: int) -> Iterator[list[HostShare]]:
     if not hasattr(os, "memfd_create"):
         raise ConfigError(
             f"needs Linux where tensor_parallel_size={num_ranks}, to share host memory between the ranks",
-            param="disk_cache_path or kv_transfer",
+            param="disk_cache_path, shared_cache_path or kv_transfer",
             remedy="set tensor_parallel_size to 1, or turn them off",
         )
     descriptors = [os.memfd_create("pagoda-host-pool") for _ in range(count)]

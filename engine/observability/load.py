@@ -21,7 +21,7 @@ _Measure: TypeAlias = Annotated[float, Meta(ge=0, le=1e15)]  # excludes NaN and 
 class SourceRate(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """How fast the engine has fetched KV from one source, on average over the latest transfers. It can be pickled."""
 
-    source: Annotated[str, Meta(max_length=256)]  # where a peer serves its pages; empty: this engine's disk
+    source: Annotated[str, Meta(max_length=256)]  # where a peer serves its pages; or ``disk`` or ``shared``
     latency_s: _Measure  # from the request to the first page
     tokens_per_s: _Measure  # after that; 0: not measured yet
     num_transfers: _Count = 0  # that were measured: shows that the rate is new although it is the same

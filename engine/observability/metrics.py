@@ -208,7 +208,7 @@ STEP_SECONDS = Metric(
 STEP_TOKENS = Metric("step_tokens", "histogram", "Tokens computed in one engine step.", (), TOKEN_BUCKETS)
 
 # What moves between host memory and other places, and what the prefix cache serves from there.
-_TIERS = ("disk", "peer")
+_TIERS = ("disk", "shared", "peer")
 _MOVES = tuple((tier, direction) for tier in ("host", *_TIERS) for direction in ("in", "out"))
 TIER_TOKENS = Metric(
     "kv_tier_tokens",
@@ -227,9 +227,9 @@ TIER_BYTES = Metric(
 TIER_HITS = Metric(
     "prefix_cache_tier_hit_tokens",
     "counter",
-    "Cached tokens that were loaded from host memory, and those among them that had come from a disk or a peer.",
+    "Cached tokens that were loaded from host memory, and those among them that had come from storage or a peer.",
     ("tier",),
-    known=(("host",), ("disk",), ("peer",)),
+    known=tuple((tier,) for tier in ("host", *_TIERS)),
 )
 KV_COPIED_TOKENS = Metric(
     "kv_copied_tokens",
@@ -261,12 +261,10 @@ TIER_FAILURES = Metric(
     ("tier", "reason"),
     known=tuple((tier, reason) for tier in _TIERS for reason in ("checksum", "io", "late")),
 )
-TIER_BLOCKS = Metric("kv_tier_blocks", "gauge", "Blocks of KV that host memory or the disk holds.", ("tier",))
-TIER_CAPACITY = Metric(
-    "kv_tier_capacity_blocks", "gauge", "Blocks of KV that host memory or the disk has room for.", ("tier",)
-)
+TIER_BLOCKS = Metric("kv_tier_blocks", "gauge", "Blocks of KV that a tier holds for this model.", ("tier",))
+TIER_CAPACITY = Metric("kv_tier_capacity_blocks", "gauge", "Blocks of KV that a tier has room for.", ("tier",))
 TIER_LEASES = Metric(
-    "kv_tier_leases", "gauge", "Runs of blocks in host memory that are lent to the disk or to another replica now."
+    "kv_tier_leases", "gauge", "Runs of blocks in host memory that are lent to storage or to another replica now."
 )
 
 METRICS: tuple[Metric, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Metric))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 
@@ -107,12 +106,12 @@ def new_tiers(
     memory = runner.host_memory if info.num_host_blocks and config.enable_prefix_caching else None
     if memory is not None:
         return Tiers(config, info, blocks, scheduler, memory, prefill_rate, sink, on_changed)
-    for name, off in (("disk_cache_path", None), ("kv_transfer", False)):
-        if value := getattr(config, name):
-            raise ConfigError(
-                "needs a host pool and the prefix cache",
-                param=name,
-                value=value,
-                remedy=f"set swap_space_gib and enable_prefix_caching, or set it {json.dumps(off)}",
-            )
+    for name, value in config.shared_memory_options.items():
+        off = "false" if value is True else "null"
+        raise ConfigError(
+            "needs a host pool and the prefix cache",
+            param=name,
+            value=value,
+            remedy=f"set swap_space_gib and enable_prefix_caching, or set it {off}",
+        )
     return None

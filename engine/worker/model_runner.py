@@ -68,10 +68,11 @@ class ModelRunner:
     def __init__(self, config: EngineConfig, hosts: RankHosts | None = None) -> None:
         self.config = config
         if hosts is not None and hosts.own_address and self._shares_host_pools:
+            name, value = next(iter(config.shared_memory_options.items()))
             raise ConfigError(
                 "needs all ranks on one host, whose memory they share",
-                param="disk_cache_path" if config.disk_cache_path else "kv_transfer",
-                value=config.disk_cache_path or config.kv_transfer,
+                param=name,
+                value=value,
                 remedy="turn it off, or place all ranks on one host",
             )
         started = perf_counter()
@@ -143,7 +144,7 @@ class ModelRunner:
     @property
     def _shares_host_pools(self) -> bool:
         """Whether all ranks have one host pool, because a tier beyond it reads and writes whole pages."""
-        return self.config.tensor_parallel_size > 1 and bool(self.config.disk_cache_path or self.config.kv_transfer)
+        return self.config.tensor_parallel_size > 1 and bool(self.config.shared_memory_options)
 
     def run(self, output: SchedulerOutput, times: StepTimes) -> SampledTokens:
         """Compute the batch and sample for each of ``output.sampling``; the phases' seconds go to ``times``.

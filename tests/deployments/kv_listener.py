@@ -16,6 +16,7 @@ from engine.kv.events import (
     KVEventBatch,
     StateRemoved,
     StateStored,
+    StorageName,
 )
 from engine.observability.load import EngineLoad
 from tests.waiting import HANG_S
@@ -28,6 +29,7 @@ class Known:
         self.blocks: defaultdict[str, set[int]] = defaultdict(set)
         self.states: dict[str, set[int]] = {}  # of the replicas whose model has states
         self.on_disk: defaultdict[str, set[int]] = defaultdict(set)
+        self.on_shared: defaultdict[str, set[int]] = defaultdict(set)
         self.calls: list[tuple[str, str]] = []  # (method, replica)
         self.awaiting: defaultdict[str, list[list[int]]] = defaultdict(list)  # announced prompts
         self.reports: defaultdict[str, list[tuple[EngineLoad, float]]] = defaultdict(list)
@@ -44,6 +46,7 @@ class Known:
     def cleared(self, replica: str) -> None:
         self.blocks[replica].clear()
         self.on_disk[replica].clear()
+        self.on_shared[replica].clear()
         self.states.get(replica, set()).clear()
         self._note("cleared", replica)
 
@@ -55,19 +58,24 @@ class Known:
         self.states.setdefault(replica, set()).difference_update(hashes)
         self._note("states_removed", replica)
 
-    def saved(self, replica: str, hashes: Iterable[int]) -> None:
-        self.on_disk[replica].update(hashes)
+    def saved(self, replica: str, hashes: Iterable[int], storage: StorageName = "disk") -> None:
+        (self.on_disk if storage == "disk" else self.on_shared)[replica].update(hashes)
         self._note("saved", replica)
 
-    def unsaved(self, replica: str, hashes: Iterable[int]) -> None:
-        self.on_disk[replica].difference_update(hashes)
+    def unsaved(self, replica: str, hashes: Iterable[int], storage: StorageName = "disk") -> None:
+        (self.on_disk if storage == "disk" else self.on_shared)[replica].difference_update(hashes)
         self._note("unsaved", replica)
 
     def replaced(
-        self, replica: str, hashes: Iterable[int], states: Iterable[int] | None = None, saved: Iterable[int] = ()
+        self,
+        replica: str,
+        hashes: Iterable[int],
+        states: Iterable[int] | None = None,
+        saved: Iterable[int] = (),
+        shared: Iterable[int] = (),
     ) -> None:
         self.blocks[replica] = set(hashes)
-        self.on_disk[replica] = set(saved)
+        self.on_disk[replica], self.on_shared[replica] = set(saved), set(shared)
         self.states.pop(replica, None)
         if states is not None:
             self.states[replica] = set(states)
@@ -111,12 +119,12 @@ def removed(*hashes: int) -> tuple[KVEvent, ...]:
     return tuple(BlockRemoved(block_hash) for block_hash in hashes)
 
 
-def saved(*hashes: int) -> tuple[KVEvent, ...]:
-    return tuple(BlockSaved(block_hash) for block_hash in hashes)
+def saved(*hashes: int, storage: StorageName = "disk") -> tuple[KVEvent, ...]:
+    return tuple(BlockSaved(block_hash, storage) for block_hash in hashes)
 
 
-def unsaved(*hashes: int) -> tuple[KVEvent, ...]:
-    return tuple(BlockUnsaved(block_hash) for block_hash in hashes)
+def unsaved(*hashes: int, storage: StorageName = "disk") -> tuple[KVEvent, ...]:
+    return tuple(BlockUnsaved(block_hash, storage) for block_hash in hashes)
 
 
 def states_stored(*hashes: int) -> tuple[KVEvent, ...]:

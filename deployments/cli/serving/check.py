@@ -120,6 +120,10 @@ def _engine(config: AppConfig, capacity: Capacity) -> Iterator[tuple[str, str]]:
         yield "host cache", f"{_size(host_bytes)} for preempted requests and evicted prefixes"
     if options.disk_cache_path is not None:
         yield "disk cache", f"{options.disk_cache_gib:g} GiB of each engine in {options.disk_cache_path}"
+    if options.shared_cache_path is not None:
+        most = options.shared_cache_gib
+        limit = "without a limit" if most is None else f"at most {most:g} GiB"
+        yield "shared cache", f"{limit} in {options.shared_cache_path}"
 
 
 def _host_bytes(config: AppConfig, capacity: Capacity) -> int:

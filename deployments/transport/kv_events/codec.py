@@ -56,9 +56,19 @@ _snapshot_decoder = msgspec.msgpack.Decoder(Snapshot)
 
 def encode(message: AwaitedMessage | EventsMessage | LoadMessage | Snapshot) -> bytes:
     """Return a message as msgpack."""
-    if isinstance(message, Snapshot) and message.packed_states is None and not message.packed_saved:
-        return _encode((message.run_id, message.number, message.packed))  # as ingresses before states expect it
+    if isinstance(message, Snapshot):
+        return _encode_snapshot(message)
     return _encode(message)
+
+
+def _encode_snapshot(message: Snapshot) -> bytes:
+    """Return a snapshot without the fields that it does not need, as ingresses before these fields expect it."""
+    fields: tuple[object, ...] = (message.run_id, message.number, message.packed)
+    if message.packed_shared:
+        return _encode(message)
+    if message.packed_states is not None or message.packed_saved:
+        fields += (message.packed_states, message.packed_saved)
+    return _encode(fields)
 
 
 def decode_awaited(data: bytes) -> AwaitedMessage:
@@ -89,6 +99,7 @@ def decode_snapshot(data: bytes) -> Snapshot:
     _check_packed(message.packed)
     _check_packed(message.packed_states or b"")
     _check_packed(message.packed_saved)
+    _check_packed(message.packed_shared)
     return message
 
 

@@ -22,16 +22,19 @@ from deployments.transport.kv_events.messages import (
     CLEARED,
     REMOVED,
     SAVED,
+    SHARED,
     STATE_REMOVED,
     STATE_STORED,
     STORED,
     UNSAVED,
+    UNSHARED,
     AwaitedMessage,
     EventsMessage,
     LoadMessage,
     Snapshot,
 )
 from deployments.transport.kv_events.topics import NONCE_LENGTH
+from engine.kv.events import StorageName
 from engine.observability.load import EngineLoad
 from engine.observability.metrics import MetricSink
 
@@ -51,7 +54,7 @@ class Listener(Protocol):
         """The replica has evicted these blocks."""
 
     def cleared(self, replica: str) -> None:
-        """The replica holds no blocks, its disk included."""
+        """The replica holds no blocks, on storage neither."""
 
     def states_stored(self, replica: str, hashes: Iterable[int]) -> None:
         """A hit on the replica, whose model has states, may resume after these blocks."""
@@ -59,18 +62,24 @@ class Listener(Protocol):
     def states_removed(self, replica: str, hashes: Iterable[int]) -> None:
         """A hit on the replica, whose model has states, may no longer resume after these blocks."""
 
-    def saved(self, replica: str, hashes: Iterable[int]) -> None:
-        """The replica's disk holds these blocks."""
+    def saved(self, replica: str, hashes: Iterable[int], storage: StorageName = "disk") -> None:
+        """The replica can read these blocks from storage."""
 
-    def unsaved(self, replica: str, hashes: Iterable[int]) -> None:
-        """The replica's disk no longer holds these blocks."""
+    def unsaved(self, replica: str, hashes: Iterable[int], storage: StorageName = "disk") -> None:
+        """The replica can no longer read these blocks from storage."""
 
     def replaced(
-        self, replica: str, hashes: Iterable[int], states: Iterable[int] | None = None, saved: Iterable[int] = ()
+        self,
+        replica: str,
+        hashes: Iterable[int],
+        states: Iterable[int] | None = None,
+        saved: Iterable[int] = (),
+        shared: Iterable[int] = (),
     ) -> None:
         """The replica holds exactly these blocks (a snapshot); events continue from here.
 
-        A hit may resume after ``states`` only; None: its model has no states. Its disk holds exactly ``saved``.
+        A hit may resume after ``states`` only; None: its model has no states. Its disk holds exactly ``saved``,
+        and of the shared cache it knows exactly ``shared``.
         """
 
     def awaited(self, replica: str, hashes: Sequence[int], *, now: float) -> None:
@@ -146,7 +155,7 @@ class ReplicaFeed:
         self._message_arrived(now)
         if nonce != self.nonce:
             return
-        self._listener.replaced(self._replica, message.hashes, message.states, message.saved)
+        self._listener.replaced(self._replica, message.hashes, message.states, message.saved, message.shared)
         self._run_id, self._next_number = message.run_id, message.number + 1
         self._is_synced, self._reported_lost, self._num_failures, self.nonce = True, False, 0, None
 
@@ -180,6 +189,10 @@ class ReplicaFeed:
                 self._listener.saved(self._replica, hashes)
             elif kind == UNSAVED:
                 self._listener.unsaved(self._replica, hashes)
+            elif kind == SHARED:
+                self._listener.saved(self._replica, hashes, "shared")
+            elif kind == UNSHARED:
+                self._listener.unsaved(self._replica, hashes, "shared")
             elif kind == CLEARED:
                 self._listener.cleared(self._replica)
 

@@ -6,14 +6,14 @@ A ZeroMQ message has two frames: the topic (topics.py) and a msgpack array with 
     EventsMessage   run_id, number, sent_at, [[kind, hashes], ...]  after a step that changed the prefix cache
     AwaitedMessage  hashes                                          when a request joins the queue
     LoadMessage     run_id, number, load or nil                     when the load changes, and every heartbeat
-    Snapshot        run_id, number, hashes[, states]                on request, to one subscriber
+    Snapshot        run_id, number, hashes[, states, saved, shared] on request, to one subscriber
 
     run_id      identifies one run of the engine, from its start to its end; 0 until it publishes its first batch
     number      consecutive number of the batch of events; in the other messages, of the last batch sent before them.
                 A subscriber that finds a number missing has a gap: it ignores events until it gets a snapshot (feed.py)
     sent_at     Unix seconds of the sender
     kind        0 stored, 1 removed, 2 cleared; of a model with recurrent layers also 3 state stored, 4 state removed;
-                with a disk cache 5 saved, 6 unsaved
+                with a disk cache 5 saved, 6 unsaved; with a shared cache 7 saved there, 8 unsaved there
     hashes      bytes, 64-bit little-endian words
     states      hashes of the blocks after which a hit may resume; absent if the model has no states
     load        an EngineLoad
@@ -49,10 +49,12 @@ __all__ = [
     "MAX_SNAPSHOT_BYTES",
     "REMOVED",
     "SAVED",
+    "SHARED",
     "STATE_REMOVED",
     "STATE_STORED",
     "STORED",
     "UNSAVED",
+    "UNSHARED",
     "AwaitedMessage",
     "EventsMessage",
     "LoadMessage",
@@ -70,8 +72,10 @@ STATE_STORED: Final = 3
 STATE_REMOVED: Final = 4
 SAVED: Final = 5
 UNSAVED: Final = 6
+SHARED: Final = 7
+UNSHARED: Final = 8
 
-_Kind: TypeAlias = Literal[0, 1, 2, 3, 4, 5, 6]  # one of the constants above
+_Kind: TypeAlias = Literal[0, 1, 2, 3, 4, 5, 6, 7, 8]  # one of the constants above
 _KINDS: Final[dict[type[KVEvent], _Kind]] = {
     BlockStored: STORED,
     BlockRemoved: REMOVED,
@@ -81,6 +85,7 @@ _KINDS: Final[dict[type[KVEvent], _Kind]] = {
     BlockSaved: SAVED,
     BlockUnsaved: UNSAVED,
 }
+_SHARED_KINDS: Final[dict[type[KVEvent], _Kind]] = {BlockSaved: SHARED, BlockUnsaved: UNSHARED}
 _Count: TypeAlias = Annotated[int, Meta(ge=0)]  # at most 64 bits in msgpack
 _Number: TypeAlias = Annotated[int, Meta(ge=-1)]  # -1: no batch yet
 _Measure: TypeAlias = Annotated[float, Meta(ge=0, le=1e15)]  # excludes NaN and infinity
@@ -118,13 +123,14 @@ class AwaitedMessage(_Message, frozen=True):
 
 
 class Snapshot(_Message, frozen=True):
-    """All cached blocks after batch ``number``, those after which a hit may resume, and those on the disk."""
+    """All cached blocks after batch ``number``, those after which a hit may resume, and those on storage."""
 
     run_id: _Count
     number: _Number
     packed: _Packed
     packed_states: _Packed | None = None  # None: a hit may resume after every block
     packed_saved: _Packed = b""  # of the disk cache
+    packed_shared: _Packed = b""  # of the shared cache
 
     @property
     def hashes(self) -> Sequence[int]:
@@ -141,6 +147,11 @@ class Snapshot(_Message, frozen=True):
         """The hashes of the blocks in the disk cache, in no order."""
         return unpack_hashes(self.packed_saved) if self.packed_saved else ()
 
+    @property
+    def shared(self) -> Sequence[int]:
+        """The hashes of the blocks that the engine knows to be in the shared cache, in no order."""
+        return unpack_hashes(self.packed_shared) if self.packed_shared else ()
+
 
 class LoadMessage(_Message, frozen=True):
     """A load report. Its ``number`` reveals the loss of the last batch, which no later batch would show."""
@@ -154,7 +165,8 @@ def events_message(batch: KVEventBatch, sent_at: float) -> EventsMessage:
     """Return the message of a batch: its events in order."""
     groups: list[tuple[_Kind, list[int]]] = []
     for event in batch.events:
-        kind = _KINDS[type(event)]
+        is_shared = isinstance(event, (BlockSaved, BlockUnsaved)) and event.storage == "shared"
+        kind = (_SHARED_KINDS if is_shared else _KINDS)[type(event)]
         if not groups or groups[-1][0] != kind:
             groups.append((kind, []))
         if not isinstance(event, AllBlocksCleared):

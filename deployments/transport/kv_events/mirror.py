@@ -14,10 +14,12 @@ from deployments.transport.kv_events.codec import encode
 from deployments.transport.kv_events.messages import (
     REMOVED,
     SAVED,
+    SHARED,
     STATE_REMOVED,
     STATE_STORED,
     STORED,
     UNSAVED,
+    UNSHARED,
     EventsMessage,
     Snapshot,
 )
@@ -61,14 +63,14 @@ class PackedSet:
 
 
 class KVMirror:
-    """The block hashes that an engine holds after its last batch, those with a state, and those on its disk."""
+    """The block hashes that an engine holds after its last batch, those with a state, and those on storage."""
 
     def __init__(self) -> None:
         self.run_id = 0
         self.number = -1  # of the last batch; -1: no batch yet
         self._hashes = PackedSet()
         self._states: PackedSet | None = None  # None: no event has said that the model has states
-        self._saved = PackedSet()
+        self._saved, self._shared = PackedSet(), PackedSet()
         self._snapshot: bytes | None = None  # of the current state, once it was requested
 
     def apply(self, message: EventsMessage) -> None:
@@ -84,6 +86,10 @@ class KVMirror:
                 self._saved.update(hashes)
             elif kind == UNSAVED:
                 self._saved.difference_update(hashes)
+            elif kind == SHARED:
+                self._shared.update(hashes)
+            elif kind == UNSHARED:
+                self._shared.difference_update(hashes)
             elif kind in (STATE_STORED, STATE_REMOVED):
                 self._states = self._states or PackedSet()
                 change = self._states.update if kind == STATE_STORED else self._states.difference_update
@@ -95,6 +101,7 @@ class KVMirror:
     def _clear(self) -> None:
         self._hashes.clear()
         self._saved.clear()
+        self._shared.clear()
         if self._states is not None:
             self._states.clear()
 
@@ -107,6 +114,7 @@ class KVMirror:
         """Return the encoded snapshot of the current state; it is built once."""
         if self._snapshot is None:
             states = None if self._states is None else pack_hashes(self._states.words)
-            hashes, saved = pack_hashes(self._hashes.words), pack_hashes(self._saved.words)
-            self._snapshot = encode(Snapshot(self.run_id, self.number, hashes, states, saved))
+            hashes = pack_hashes(self._hashes.words)
+            saved, shared = pack_hashes(self._saved.words), pack_hashes(self._shared.words)
+            self._snapshot = encode(Snapshot(self.run_id, self.number, hashes, states, saved, shared))
         return self._snapshot

@@ -90,12 +90,7 @@ class PageTransfer:
         description = described(page_format, self._info)
         client = self.client = PageClient(description, _bytes_per_token(page_format))
         self._server.open(description)
-        self._tiers.inbox.post(partial(self._add_source, client))
-
-    def _add_source(self, client: PageClient) -> None:
-        """Let the engine read from other replicas. The engine's thread calls this."""
-        self._tiers.fetching.sources.append(client)
-        self._tiers.copies.peers = client
+        self._tiers.inbox.post(partial(self._tiers.add_peers, client))
 
 
 class EngineLender:

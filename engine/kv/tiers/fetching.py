@@ -63,7 +63,7 @@ class Fetching:
         clock: monotonic seconds.
 
     Attributes:
-        sources: of pages; the first one is asked first.
+        sources: of pages; of those that hold equally much, the first one is read.
     """
 
     def __init__(
@@ -113,12 +113,15 @@ class Fetching:
             self._followed[group.request_id] = leader
             return True
         wanted = WantedPrefix(group.request_id, chain, plan.first_block, group.request.kv_source)
-        kinds, source = max(
-            ((plan.kinds(source, wanted), source) for source in sources), key=lambda offer: len(offer[0])
-        )
-        num_tokens = len(kinds) * chain.block_size
-        if not num_tokens or not self._pays(source, num_tokens):
+        offers = [
+            (kinds, source)
+            for source in sources
+            if (kinds := plan.kinds(source, wanted)) and self._pays(source, len(kinds) * chain.block_size)
+        ]
+        if not offers:
             return False
+        kinds, source = max(offers, key=lambda offer: len(offer[0]))
+        num_tokens = len(kinds) * chain.block_size
         arrival = self._arrivals.reserve(chain, plan.first_block, kinds, self._finished, keep=plan.match)
         if arrival is None:
             self._meter.failed(source.name, "full")

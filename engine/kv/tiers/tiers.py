@@ -1,7 +1,8 @@
 """Tiers: the places outside memory from which KV comes and to which it goes, for one engine.
 
-It joins the parts of this folder, and passes on to them what happens in the engine. A disk is one such place; the
-transport of a deployment adds another, which reads from other engines and serves leases to them.
+It joins the parts of this folder, and passes on to them what happens in the engine. A disk is one such place, and
+storage that several engines share another; the transport of a deployment adds a third, which reads from other engines
+and serves leases to them.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from engine.config import EngineConfig, EngineInfo
 from engine.errors import OverloadedError
@@ -19,14 +21,16 @@ from engine.kv.tiers.copy_pace import CopyPace
 from engine.kv.tiers.departures import Departures
 from engine.kv.tiers.digests import TokenChain
 from engine.kv.tiers.disk.disk_tier import DiskTier
-from engine.kv.tiers.disk.saver import Saver
 from engine.kv.tiers.fetching import Fetching
 from engine.kv.tiers.host_memory import HostMemory
 from engine.kv.tiers.host_pages import HostPages
 from engine.kv.tiers.inbox import StepInbox
 from engine.kv.tiers.model_digest import model_digest
 from engine.kv.tiers.page_format import PageFormat
+from engine.kv.tiers.saver import Saver
+from engine.kv.tiers.source import PrefixSource
 from engine.kv.tiers.step_clock import StepClock
+from engine.kv.tiers.storage_tier import StorageTier
 from engine.kv.tiers.tier_meter import TierMeter
 from engine.observability.load import MAX_SOURCE_RATES, SourceRate
 from engine.observability.metrics import MetricSink
@@ -34,6 +38,9 @@ from engine.observability.observer import EngineObserver
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.scheduler_output import SchedulerOutput, StepTimes
 from engine.sequence import Sequence, SequenceGroup
+
+if TYPE_CHECKING:
+    from engine.kv.tiers.shared.shared_tier import SharedTier
 
 __all__ = ["Tiers"]
 
@@ -63,6 +70,7 @@ class Tiers(EngineObserver):
         copies: pages of other engines that no request waits for.
         meter: what has moved, and how fast.
         disk: the disk cache; None: there is none.
+        shared: the shared cache; None: there is none.
     """
 
     def __init__(
@@ -98,13 +106,18 @@ class Tiers(EngineObserver):
         self.copies = Copies(self.pages, self.arrivals, self.steps, self.chain, self.meter, on_changed)
         self._scheduler = scheduler
         self.disk: DiskTier | None = None
-        self._saver: Saver | None = None
+        self.shared: SharedTier | None = None
         self._pace = CopyPace()
+        events = blocks.prefix_cache.events
         if config.disk_cache_path is not None:
-            events = blocks.prefix_cache.events
             self.disk = DiskTier.open(config, info, self.format, self.inbox, self.meter, events, on_changed)
-            self._saver = Saver(self.disk, self.pages, self.departures, self._bytes_to_save)
-            self.fetching.sources.append(self.disk)
+        if config.shared_cache_path is not None:
+            from engine.kv.tiers.shared.shared_tier import SharedTier  # imports fsspec
+
+            self.shared = SharedTier.open(config, self.format, self.inbox, self.meter, events, on_changed)
+        self._storage: list[StorageTier[Any]] = [tier for tier in (self.disk, self.shared) if tier is not None]
+        self._savers = [Saver(tier, self.pages, self.departures, self._bytes_to_save) for tier in self._storage]
+        self.fetching.sources.extend(self._storage)
 
     @cached_property
     def format(self) -> PageFormat:
@@ -121,6 +134,11 @@ class Tiers(EngineObserver):
             model=self._info.model,
             format_digest=self.format.digest,
         )
+
+    def add_peers(self, peers: PrefixSource) -> None:
+        """Let requests and copies read from other engines; of equal prefixes, before the shared cache."""
+        self.fetching.sources.insert(0 if self.disk is None else 1, peers)
+        self.copies.peers = peers
 
     def publish_running(self) -> None:
         """Publish the blocks that running answers have filled, which decodes do only now and then."""
@@ -143,8 +161,8 @@ class Tiers(EngineObserver):
 
     @property
     def is_saving(self) -> bool:
-        """Whether blocks are still to be written to the disk."""
-        return self._saver is not None and self._saver.is_busy
+        """Whether blocks are still to be written to storage."""
+        return any(saver.is_busy for saver in self._savers)
 
     def run_calls(self, *, wait: bool) -> None:
         """Make the calls of background threads, where no AsyncEngine does that.
@@ -162,28 +180,29 @@ class Tiers(EngineObserver):
         return tuple(rate for source in self.fetching.sources for rate in source.rates())[:MAX_SOURCE_RATES]
 
     def _bytes_to_save(self) -> int:
-        """Return how many bytes the next step may copy for the disk."""
-        return self._pace.max_bytes() if self._scheduler.has_unfinished else _BYTES_WHEN_IDLE
+        """Return how many bytes the next step may copy for one storage."""
+        max_bytes = self._pace.max_bytes() if self._scheduler.has_unfinished else _BYTES_WHEN_IDLE
+        return max_bytes // len(self._storage)
 
     def reset(self, *, step_failed: bool) -> None:
         """Follow a reset of the prefix cache.
 
         Args:
-            step_failed: what the disk holds stays valid; otherwise the weights have changed.
+            step_failed: what storage holds stays valid; otherwise the weights have changed.
         """
         if step_failed:
             self.steps.failed()
         self.departures.reset()
         self.steps.reset()
-        if self._saver is not None:
-            self._saver.reset()
-        if self.disk is not None:
-            self.disk.reset(keeps_content=step_failed)
+        for saver in self._savers:
+            saver.reset()
+        for tier in self._storage:
+            tier.reset(keeps_content=step_failed)
 
     def close(self) -> None:
         """End the threads; what is not written yet is lost."""
-        if self.disk is not None:
-            self.disk.close()
+        for tier in self._storage:
+            tier.close()
         self.inbox.close()
 
     # --- what happens in the engine -----------------------------------------------------------------------------
@@ -212,6 +231,6 @@ class Tiers(EngineObserver):
 
     def request_left(self, group: SequenceGroup, rejection: OverloadedError | None) -> None:
         self.fetching.started([group])
-        if self._saver is not None and rejection is None:
+        for saver in self._savers if rejection is None else ():
             for sequence in group.sequences:
-                self._saver.add(self.chain(sequence.token_ids, sequence.cache_key), group.request.retention)
+                saver.add(self.chain(sequence.token_ids, sequence.cache_key), group.request.retention)

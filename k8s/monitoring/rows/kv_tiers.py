@@ -1,4 +1,4 @@
-"""The tiers of the KV cache: what host memory, the disk and other replicas hold, give and take."""
+"""The tiers of the KV cache: what host memory, storage and other replicas hold, give and take."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PREDICTED, FETCHED = (
 KV_TIERS = [
     Panel(
         "Hit rate by tier",
-        "Share of prompt tokens that were loaded from host memory, and of those that had come from a disk or a peer.",
+        "Share of prompt tokens that were loaded from host memory, and of those that had come from storage or a peer.",
         "percentunit",
         [("{{tier}}", f"{rate(engine('prefix_cache_tier_hit_tokens_total'), 'tier')} / on() group_left() {QUERIES}")],
         limits=(0, 1),
@@ -48,7 +48,7 @@ KV_TIERS = [
     ),
     Panel(
         "Wait for a tier",
-        "Time that requests waited for KV from a disk or a peer: median and 99th percentile.",
+        "Time that requests waited for KV from storage or a peer: median and 99th percentile.",
         "s",
         [(f"{{{{tier}}}} p{100 * share:.0f}", f"histogram_quantile({share}, {WAITS})") for share in (0.5, 0.99)],
     ),
@@ -68,7 +68,7 @@ KV_TIERS = [
     ),
     Panel(
         "Leases",
-        "Runs of blocks that host memory lends to the disk or to other replicas, by replica.",
+        "Runs of blocks that host memory lends to storage or to other replicas, by replica.",
         "none",
         [("{{replica}}", f"max by (replica) ({engine('kv_tier_leases')})")],
         decimals=0,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from deployments.routing.cost import Fetch, Holder, Prices, PromptBlocks, ReplicaCost, prompt_cost
 from deployments.routing.fetches import Sources, best_fetch
-from deployments.routing.source_rates import DISK, SourceRates
+from deployments.routing.source_rates import SourceRates
 from engine.observability.load import SourceRate
 
 SIZE = 16
@@ -89,17 +89,26 @@ def test_the_last_token_is_computed_even_if_a_source_holds_all_blocks() -> None:
 
 
 def test_the_disk_needs_no_peer_and_the_cheaper_of_both_is_taken() -> None:
-    measured = rates(10_000.0, of=DISK)
+    measured = rates(10_000.0, of="disk")
     measured.report("a", [SourceRate("tcp://b:1", 0.0, 1_000.0)], now=0.0)
-    found = fetch(Sources(measured, [holder(8)], takers={"a"}, on_disk={"a": 8}))
+    found = fetch(Sources(measured, [holder(8)], takers={"a"}, stored={"disk": {"a": 8}}))
     assert found is not None
     assert found.holder is None
-    found = fetch(Sources(measured, [holder(8)], takers={"a"}, on_disk={"a": 2}))
+    found = fetch(Sources(measured, [holder(8)], takers={"a"}, stored={"disk": {"a": 2}}))
     assert found is not None
     assert found.holder is not None
-    found = fetch(Sources(measured, [holder(8)], on_disk={"a": 2}))  # it serves no pages itself: it cannot pull
+    found = fetch(Sources(measured, [holder(8)], stored={"disk": {"a": 2}}))  # it serves no pages: it cannot pull
     assert found is not None
     assert found.holder is None
+
+
+def test_of_disk_and_shared_cache_the_cheaper_one_is_read() -> None:
+    measured = rates(10_000.0, of="disk")
+    measured.report("a", [SourceRate("disk", 0.0, 10_000.0), SourceRate("shared", 0.0, 5_000.0)], now=0.0)
+    for on_disk, source in ((8, "disk"), (2, "shared")):
+        found = fetch(Sources(measured, stored={"disk": {"a": on_disk}, "shared": {"a": 8}}))
+        assert found is not None
+        assert (found.source, found.source_name, found.holder) == (source, source, None)
 
 
 def test_a_guess_supposes_half_the_time_of_computing() -> None:

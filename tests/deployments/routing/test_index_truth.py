@@ -24,6 +24,7 @@ from deployments.routing.state import RoutingState
 from deployments.transport.kv_events.publisher import KVEventPublisher
 from deployments.transport.kv_events.subscriber import KVEventSubscriber
 from engine.engine import Engine
+from engine.kv.events import StorageName
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from tests.deployments.kv_listener import Known
@@ -125,19 +126,24 @@ class Indexed(Known):
         self.routing.states_removed(replica, hashes)
         super().states_removed(replica, hashes)
 
-    def saved(self, replica: str, hashes: Iterable[int]) -> None:
-        self.routing.saved(replica, hashes)
-        super().saved(replica, hashes)
+    def saved(self, replica: str, hashes: Iterable[int], storage: StorageName = "disk") -> None:
+        self.routing.saved(replica, hashes, storage)
+        super().saved(replica, hashes, storage)
 
-    def unsaved(self, replica: str, hashes: Iterable[int]) -> None:
-        self.routing.unsaved(replica, hashes)
-        super().unsaved(replica, hashes)
+    def unsaved(self, replica: str, hashes: Iterable[int], storage: StorageName = "disk") -> None:
+        self.routing.unsaved(replica, hashes, storage)
+        super().unsaved(replica, hashes, storage)
 
     def replaced(
-        self, replica: str, hashes: Iterable[int], states: Iterable[int] | None = None, saved: Iterable[int] = ()
+        self,
+        replica: str,
+        hashes: Iterable[int],
+        states: Iterable[int] | None = None,
+        saved: Iterable[int] = (),
+        shared: Iterable[int] = (),
     ) -> None:
-        self.routing.replaced(replica, hashes, states, saved)
-        super().replaced(replica, hashes, states, saved)
+        self.routing.replaced(replica, hashes, states, saved, shared)
+        super().replaced(replica, hashes, states, saved, shared)
 
     def knows(self, replica: str, blocks: set[int], states: set[int]) -> bool:
         """Return whether both hold exactly these blocks and states for the replica."""

@@ -91,3 +91,10 @@ def test_the_snapshot_for_a_late_joiner_lacks_the_disk() -> None:
         patch.setattr(Snapshot, "saved", property(lambda message: ()))
 
     assert_found(plant, test_messages.test_a_snapshot_with_a_disk_cache_round_trips)
+
+
+def test_the_snapshot_for_a_late_joiner_lacks_the_shared_cache() -> None:
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(Snapshot, "shared", property(lambda message: ()))
+
+    assert_found(plant, test_messages.test_a_snapshot_with_a_shared_cache_round_trips)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from deployments.routing.cost import Fetch, Holder, PromptCost
 from deployments.routing.policy import Decision
 from deployments.routing.recently_routed import LENGTH, RecentlyRouted, RoutedRequest
+from engine.kv.events import StorageName
 from tests.deployments.routing.dispatches import dispatch_of
 
 COLD = Decision("a", "cold", 0, 0)
@@ -41,8 +42,9 @@ def test_the_entry_of_an_ended_request_has_the_measured_time_of_its_first_token(
 
 def test_a_request_is_listed_with_its_source() -> None:
     routed, cost = RecentlyRouted(clock=lambda: 8.0), PromptCost(0.5, 0.25, 1.0, 0.125, 0.25)
-    for holder, name in ((Holder("a", "tcp://a:1", "secret", 4), "a"), (None, "disk")):
-        fetch = Fetch(holder, 3, 2, 0.75, 0.0, 1.0)
+    sources: list[tuple[Holder | StorageName, str]] = [(Holder("a", "tcp://a:1", "secret", 4), "a")]
+    for source, name in [*sources, ("disk", "disk"), ("shared", "shared")]:
+        fetch = Fetch(source, 3, 2, 0.75, 0.0, 1.0)
         routed.add(dispatch_of([1, 2, 3, 4], 70, "b"), Decision("b", "balanced", 1, 4, cost, None, fetch), 16)
         entry = routed.requests()[-1]
         assert (entry.source, entry.fetched_tokens, entry.fetch_s) == (name, 32, 0.75)

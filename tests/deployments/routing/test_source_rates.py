@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deployments.routing.source_rates import DISK, FetchRate, SourceRates
+from deployments.routing.source_rates import FetchRate, SourceRates
 from engine.observability.load import SourceRate
 
 B, C = "tcp://b:1", "tcp://c:1"
@@ -23,13 +23,14 @@ def test_a_pair_has_its_own_rate_and_one_that_is_not_measured_that_of_the_replic
     assert rates.get("x", B) == FetchRate(1.5, 0.1)
 
 
-def test_the_disk_says_nothing_of_peers_and_peers_nothing_of_the_disk() -> None:
+@pytest.mark.parametrize("storage", ["disk", "shared"])
+def test_storage_says_nothing_of_peers_and_peers_nothing_of_storage(storage: str) -> None:
     rates = SourceRates()
-    rates.report("a", [SourceRate(DISK, 0.0, 1_000.0)], now=0.0)
-    assert rates.get("a", DISK) == FetchRate(0.0, 0.001)
+    rates.report("a", [SourceRate(storage, 0.0, 1_000.0)], now=0.0)
+    assert rates.get("a", storage) == FetchRate(0.0, 0.001)
     assert rates.get("a", B) is None
     rates.report("x", [SourceRate(B, 0.0, 10.0)], now=0.0)
-    assert rates.get("x", DISK) is None
+    assert rates.get("x", storage) is None
 
 
 def test_a_rate_that_no_transfer_renews_expires_although_reports_repeat_it() -> None:

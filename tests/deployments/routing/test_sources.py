@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -15,9 +16,9 @@ from deployments.observability.ingress_metrics import (
     ingress_recorder,
 )
 from deployments.routing.policy import Decision
-from deployments.routing.source_rates import DISK
 from deployments.transport.pages.address import PageAddress
 from deployments.transport.request_channel.dispatch import Dispatch
+from engine.kv.events import StorageName
 from engine.observability.load import SourceRate
 from engine.observability.metrics import Metric
 from engine.request import KVSource
@@ -198,12 +199,13 @@ def test_a_draining_replica_is_a_source_but_gets_no_request() -> None:
     assert source(decision) == "a"
 
 
-def test_a_request_goes_by_the_disk_of_a_replica_whose_rate_is_known() -> None:
+@pytest.mark.parametrize("storage", get_args(StorageName))
+def test_a_request_goes_by_the_storage_of_a_replica_whose_rate_is_known(storage: StorageName) -> None:
     view = paged_view(rate=0.0)
     view.set_replicas({name: {} for name in "abc"})  # no peer serves pages
-    view.routing.saved("b", PROMPT)
+    view.routing.saved("b", PROMPT, storage)
     assert choose(view).fetch is None
-    view.routing.report("b", replace(IDLE, source_rates=(SourceRate(DISK, 0.01, 10_000.0),)), now=0.0)
+    view.routing.report("b", replace(IDLE, source_rates=(SourceRate(storage, 0.01, 10_000.0),)), now=0.0)
     decision = choose(view)
     assert decision.replica == "b"
     assert decision.fetch is not None
@@ -211,8 +213,8 @@ def test_a_request_goes_by_the_disk_of_a_replica_whose_rate_is_known() -> None:
     assert view.kv_source(decision) is None
     dispatch = dispatch_of(PROMPT, TOKENS, "b")
     view.sent(dispatch, decision)
-    assert view.recently_routed()[0].source == "disk"
-    view.routing.unsaved("b", PROMPT[30:])
+    assert view.recently_routed()[0].source == view.recently_routed()[0].source_kind == storage
+    view.routing.unsaved("b", PROMPT[30:], storage)
     view.ended(dispatch)
     assert choose(view).num_held_blocks == 64  # assumed, since a request that needs the blocks was sent there
 

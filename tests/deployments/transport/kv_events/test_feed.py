@@ -45,11 +45,12 @@ class Feed:
         nonce: str | None = None,
         states: tuple[int, ...] | None = None,
         saved: tuple[int, ...] = (),
+        shared: tuple[int, ...] = (),
     ) -> None:
         nonce = nonce or self.feed.nonce
         assert nonce is not None, "no snapshot is requested"
         packed_states = None if states is None else pack_hashes(states)
-        message = Snapshot(run_id, number, pack_hashes(hashes), packed_states, pack_hashes(saved))
+        message = Snapshot(run_id, number, pack_hashes(hashes), packed_states, pack_hashes(saved), pack_hashes(shared))
         self.feed.snapshot(nonce, message, self.now)
 
     def tick(self, seconds: float) -> None:
@@ -113,6 +114,18 @@ def test_the_blocks_on_the_disk_are_known_from_the_snapshot_and_the_events(joine
     assert on_disk["r"] == {7, 9}
     joined.events(10, CLEARED)
     assert on_disk["r"] == set()
+
+
+def test_the_blocks_in_the_shared_cache_are_known_apart_from_those_on_the_disk(joined: Feed) -> None:
+    known = joined.known
+    joined.events(5, (*saved(1, 2, storage="shared"), *saved(3)))
+    joined.events(6, unsaved(2, storage="shared"))
+    assert (known.on_disk["r"], known.on_shared["r"]) == ({3}, {1})
+    joined.events(9, saved(9))  # a gap
+    joined.snapshot(9, 1, 2, saved=(7,), shared=(8, 9))
+    assert (known.on_disk["r"], known.on_shared["r"]) == ({7}, {8, 9})
+    joined.events(10, CLEARED)
+    assert known.on_shared["r"] == set()
 
 
 def test_after_a_gap_old_blocks_are_kept_until_the_snapshot(joined: Feed) -> None:

@@ -108,6 +108,23 @@ def test_a_snapshot_with_a_disk_cache_round_trips() -> None:
         decode_snapshot(msgspec.msgpack.encode([2, 7, b"12345678", None, b"1234567"]))
 
 
+def test_a_snapshot_with_a_shared_cache_round_trips() -> None:
+    mirror = KVMirror()
+    mirror.apply(events_message(batch(0, (*saved(3), *saved(3, 4, 5, storage="shared"))), 0.0))
+    mirror.apply(events_message(batch(1, unsaved(4, storage="shared")), 0.0))
+    message = decode_snapshot(mirror.snapshot())
+    assert (message.states, list(message.saved), sorted(message.shared)) == (None, [3], [3, 5])
+    mirror.apply(events_message(batch(2, kv_listener.CLEARED), 0.0))
+    assert not decode_snapshot(mirror.snapshot()).shared
+    with pytest.raises(KVMessageError, match="7 bytes"):
+        decode_snapshot(msgspec.msgpack.encode([2, 7, b"12345678", None, b"", b"1234567"]))
+
+
+def test_a_snapshot_has_only_the_fields_that_it_needs() -> None:
+    fields = [2, 7, pack_hashes([3, 4]), None, pack_hashes([5])]
+    assert encode(Snapshot(2, 7, pack_hashes([3, 4]), None, pack_hashes([5]))) == msgspec.msgpack.encode(fields)
+
+
 def test_a_replica_without_states_sends_what_it_sent_before_there_were_any() -> None:
     """So that during an update, ingresses and replicas of either version understand each other."""
     snapshot = msgspec.msgpack.encode([2, 7, pack_hashes([3, 4])])
@@ -144,7 +161,7 @@ def test_numbers_are_finite_and_not_negative(value: float) -> None:
         [1, 1, 1.0, [[STORED, b"1234567"]]],  # no whole hash
         [1, 1, 1.0, [[STORED, b""]]],
         [1, 1, 1.0, [[CLEARED, b"12345678"]]],
-        [1, 1, 1.0, [[7, b"12345678"]]],
+        [1, 1, 1.0, [[9, b"12345678"]]],
         [1, 1, 1.0, [[STATE_STORED, b""]]],
         [1, 1, 1.0, [[STATE_REMOVED, b"1234567"]]],
         [1, 1, 1.0, [[STORED, "12345678"]]],

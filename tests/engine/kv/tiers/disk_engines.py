@@ -1,4 +1,4 @@
-"""Shadow engines with a disk cache whose threads are real."""
+"""Shadow engines with a disk cache, or with a shared one, whose threads are real."""
 
 from __future__ import annotations
 
@@ -11,23 +11,49 @@ import pytest
 from engine.engine import Engine
 from engine.kv.tiers.disk.disk_tier import DiskTier
 from engine.kv.tiers.disk.slot_file import SlotFile
+from engine.kv.tiers.shared.object_store import ObjectStore
+from engine.kv.tiers.shared.shared_tier import SharedTier
+from engine.kv.tiers.storage_tier import StorageTier
 from engine.kv.tiers.tiers import Tiers
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from tests.engine.shadow import ShadowRunner, check_integrity, make_engine, run_to_end
 
-__all__ = ["PROMPT", "Gate", "answer", "disk_of", "make", "settle", "tiers_of"]
+__all__ = [
+    "PROMPT",
+    "SIZE",
+    "Gate",
+    "answer",
+    "disk_of",
+    "make",
+    "settle",
+    "shared_of",
+    "storage_of",
+    "storage_options",
+    "tiers_of",
+]
 
 SIZE = 4
 PROMPT = [token % 60 for token in range(3, 3 + 10 * SIZE + 2)]  # ten blocks and a bit
 
 
-def make(directory: Path, runner: ShadowRunner | None = None, **options: Any) -> tuple[Engine, ShadowRunner]:
-    """Return an engine with a disk cache of 64 slots, and the prefixes of an earlier engine's ``runner``."""
-    defaults = {"num_blocks": 40, "num_host_blocks": 32, "block_size": SIZE, "disk_cache_gib": 64 * 4096 / 2**30}
-    engine, made = make_engine(**(defaults | {"disk_cache_path": str(directory)} | options))
+def storage_options(storage: str, directory: Path | str) -> dict[str, Any]:
+    """Return the options of a disk cache of 64 slots, or of a shared cache."""
+    if storage == "disk":
+        return {"disk_cache_path": str(directory), "disk_cache_gib": 64 * 4096 / 2**30}
+    return {"shared_cache_path": str(directory)}
+
+
+def make(
+    directory: Path | str, runner: ShadowRunner | None = None, storage: str = "disk", **options: Any
+) -> tuple[Engine, ShadowRunner]:
+    """Return an engine with a storage, which it has looked at, and the prefixes of an earlier engine's ``runner``."""
+    defaults = {"num_blocks": 40, "num_host_blocks": 32, "block_size": SIZE} | storage_options(storage, directory)
+    engine, made = make_engine(**(defaults | options))
     if runner is not None:
         made.ids = runner.ids
+    while storage == "shared" and not shared_of(engine).is_on:
+        tiers_of(engine).inbox.wait()
     return engine, made
 
 
@@ -42,6 +68,18 @@ def disk_of(engine: Engine) -> DiskTier:
     return disk
 
 
+def shared_of(engine: Engine) -> SharedTier:
+    shared = tiers_of(engine).shared
+    assert shared is not None
+    return shared
+
+
+def storage_of(engine: Engine) -> StorageTier[Any]:
+    """Return the one storage of an engine."""
+    (storage,) = tiers_of(engine)._storage
+    return storage
+
+
 def settle(engine: Engine) -> None:
     """Let the engine write what it has to write."""
     tiers = tiers_of(engine)
@@ -51,7 +89,8 @@ def settle(engine: Engine) -> None:
             engine.step()
     tiers.inbox.run()
     check_integrity(engine)
-    disk_of(engine).check_integrity()
+    for storage in tiers._storage:
+        storage.check_integrity()
 
 
 def answer(
@@ -68,16 +107,20 @@ def answer(
 
 
 class Gate:
-    """Lets no read or write of a slot file end before it is opened."""
+    """Lets no read or write of a storage end before it is opened."""
 
     def __init__(self, patch: pytest.MonkeyPatch, method: str = "read") -> None:
         self.is_open = threading.Event()
         self.num_calls = 0
-        call = getattr(SlotFile, method)
+        for storage in (SlotFile, ObjectStore):
+            self._hold(patch, storage, method)
 
-        def wait(file: SlotFile, *args: Any) -> Any:
+    def _hold(self, patch: pytest.MonkeyPatch, storage: type[Any], method: str) -> None:
+        call = getattr(storage, method)
+
+        def wait(self_: Any, *args: Any) -> Any:
             self.num_calls += 1
             assert self.is_open.wait(60)
-            return call(file, *args)
+            return call(self_, *args)
 
-        patch.setattr(SlotFile, method, wait)
+        patch.setattr(storage, method, wait)

@@ -1,4 +1,4 @@
-"""Random requests on an engine with a disk cache: every read is right, every answer undisturbed, nothing stays pinned.
+"""Random requests on an engine with storage: every read is right, every answer undisturbed, nothing stays pinned.
 
 Three thousand steps in `make test`, 100,000 in `make test-all`, half of them with windows and states as well. Reads and
 writes end in a random order, bits flip, leases expire, requests give up, and each engine is followed by
@@ -33,7 +33,16 @@ LEAST = {
     "aborted": 150,
     "steps on pending tokens": 1500,
 }
+LEAST_SHARED = {name.replace(" disk ", " shared "): least for name, least in LEAST.items()} | {"vanished": 1000}
 LEAST_OF_ALL_KINDS = {name: least // 4 for name, least in LEAST.items()}
+
+
+def of_shared(seed: int) -> dict[str, Any]:
+    return {"storage": "shared"}
+
+
+def of_all_kinds_shared(seed: int) -> dict[str, Any]:
+    return options_of_all_kinds(seed) | of_shared(seed)
 
 
 def drive_seeds(
@@ -63,7 +72,14 @@ def test_random_steps_with_windows_and_states(tmp_path: Path) -> None:
     drive_seeds(tmp_path, 0, 1_000, LEAST_OF_ALL_KINDS, options_of_all_kinds)
 
 
+def test_random_steps_with_a_shared_cache(tmp_path: Path) -> None:
+    drive_seeds(tmp_path / "blocks", 0, 1_000, LEAST_SHARED, of_shared)
+    least = {name: count // 4 for name, count in LEAST_SHARED.items()}
+    drive_seeds(tmp_path / "all kinds", 0, 1_000, least, of_all_kinds_shared)
+
+
 @pytest.mark.exhaustive("minutes of random steps")
 def test_a_hundred_thousand_random_steps_with_a_disk_cache(tmp_path: Path) -> None:
     drive_seeds(tmp_path / "blocks", 1_000, 50_000, LEAST)
     drive_seeds(tmp_path / "all kinds", 1_000, 50_000, LEAST_OF_ALL_KINDS, options_of_all_kinds)
+    drive_seeds(tmp_path / "shared", 1_000, 20_000, LEAST_SHARED, of_shared)

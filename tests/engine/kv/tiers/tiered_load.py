@@ -1,4 +1,4 @@
-"""TieredLoad: a random load on an engine with a disk cache, whose reads and writes end when the driver says so.
+"""TieredLoad: a random load on an engine with storage, whose reads and writes end when the driver says so.
 
 What threads do at their own time happens here in a random order that a seed repeats: a step at a time, reads before
 writes or after them, long after a request has given up, or never before the engine restarts.
@@ -10,11 +10,14 @@ import os
 import random
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from engine.kv.tiers.disk.disk_tier import DiskTier
 from engine.kv.tiers.disk.slot_header import SlotHeader
+from engine.kv.tiers.shared.shared_tier import SharedTier
 from engine.kv.tiers.source import ArrivalSink
 from engine.kv.tiers.tiers import Tiers
 from engine.observability.metrics import Metric
@@ -42,6 +45,18 @@ class ManualThread:
             self.calls.pop(0)()
 
 
+class AtOnce(Executor):
+    """Stands for threads: runs what is submitted at once."""
+
+    def submit(self, call: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(call(*args, **options))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
 class LaggingSink:
     """What a source sees that is in the middle of a read when a request gives up: it goes on to write."""
 
@@ -58,25 +73,26 @@ class LaggingSink:
 
 
 class TieredLoad(RandomLoad):
-    """An engine with a disk cache under load.
+    """An engine with a storage under load.
 
     Args:
-        directory: of the disk cache.
-        seed: of what happens to the disk.
+        directory: of the storage.
+        seed: of what happens to the storage.
+        storage: ``disk`` or ``shared``.
         ids: prefixes of an engine that has used this directory before.
         options: as of RandomLoad.
     """
 
-    def __init__(self, directory: Path, seed: int, ids: Any = None, **options: Any) -> None:
-        super().__init__(disk_cache_path=str(directory), disk_cache_gib=32 * 2**10 * 16 / 2**30, **options)
+    def __init__(self, directory: Path, seed: int, ids: Any = None, storage: str = "disk", **options: Any) -> None:
+        size = 32 * 2**10 * 16 / 2**30
+        super().__init__(**{f"{storage}_cache_path": str(directory), f"{storage}_cache_gib": size}, **options)
         if ids is not None:
             self.runner.ids = ids
         self.disk_rng = random.Random(seed)
         tiers = self.engine.tiers
         assert tiers is not None
-        assert tiers.disk is not None
         self.tiers: Tiers = tiers
-        self.disk = tiers.disk
+        (self.disk,) = tiers._storage
         self.reader, self.writer = ManualThread(), ManualThread()
         self.disk._reader.shutdown()
         self.disk._writer.shutdown()
@@ -87,6 +103,10 @@ class TieredLoad(RandomLoad):
         tiers.meter._sink = self  # counts
         fetch = self.disk.fetch
         self.disk.fetch = lambda wanted, sink: fetch(wanted, LaggingSink(sink, self.disk_rng))  # type: ignore[method-assign]
+        if isinstance(self.disk, SharedTier):
+            tiers.inbox.run()  # takes in the first listing
+            self.disk._objects.shutdown()
+            self.disk._objects = AtOnce()  # type: ignore[assignment]
         self.counts["found on the disk"] += self.disk.num_blocks
 
     def step(self) -> None:
@@ -113,9 +133,24 @@ class TieredLoad(RandomLoad):
         elif event < 0.46 and self.tiers.departures._held:
             self.tiers.departures._end(next(iter(self.tiers.departures._held)))
             self.counts["leases expired"] += 1
+        elif event < 0.5 and isinstance(self.disk, SharedTier):
+            if event < 0.48:
+                self.disk._list()
+            else:
+                self.delete_an_object(self.disk)
+
+    def delete_an_object(self, tier: SharedTier) -> None:
+        """Let another engine delete an object."""
+        if names := list(tier._indices[0]._names.values()):
+            tier._store.delete(self.disk_rng.choice(names))
+            self.counts["vanished"] += 1
 
     def flip_a_bit(self) -> None:
         """Damage the page or the header of a slot that is used and not being written."""
+        if isinstance(self.disk, SharedTier):
+            self.flip_a_bit_of_an_object(self.disk)
+            return
+        assert isinstance(self.disk, DiskTier)
         file, index = self.disk._file, self.disk._indices[0]
         if not len(index):
             return
@@ -126,6 +161,16 @@ class TieredLoad(RandomLoad):
         position = start + self.disk_rng.randrange(size)
         data = os.pread(file._descriptor, 1, position)
         os.pwrite(file._descriptor, bytes([data[0] ^ (1 << self.disk_rng.randrange(8))]), position)
+        self.counts["bits flipped"] += 1
+
+    def flip_a_bit_of_an_object(self, tier: SharedTier) -> None:
+        paths = [Path(tier._store._path(name)) for name in tier._indices[0]._names.values()]
+        if not (paths := [path for path in paths if path.exists()]):
+            return
+        path = self.disk_rng.choice(paths)
+        data = bytearray(path.read_bytes())
+        data[self.disk_rng.randrange(len(data))] ^= 1 << self.disk_rng.randrange(8)
+        path.write_bytes(data)
         self.counts["bits flipped"] += 1
 
     def run_threads(self, num_reads: int, num_writes: int) -> None:
@@ -195,6 +240,7 @@ def drive_with_tiers(
     num_steps: int = 120,
     draw: Callable[[random.Random], Arrival] = returning_arrival,
     num_runs: int = 2,
+    storage: str = "disk",
     **options: Any,
 ) -> Counter[str]:
     """Put a random load on an engine with a disk cache, then on others that find what it has left there."""
@@ -203,7 +249,7 @@ def drive_with_tiers(
     counts: Counter[str] = Counter()
     ids, texts = None, None
     for run in range(num_runs):
-        load = TieredLoad(directory, seed + run, ids, **drawn)
+        load = TieredLoad(directory, seed + run, ids, storage, **drawn)
         ids = load.runner.ids
         if texts is not None:
             load._texts = texts

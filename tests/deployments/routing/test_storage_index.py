@@ -1,18 +1,22 @@
-"""What replicas need not compute because their disks hold it."""
+"""What replicas need not compute because their disks, or the shared cache, hold it."""
 
 from __future__ import annotations
 
+from typing import get_args
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.routing.disk_index import DiskIndex
+from deployments.routing.storage_index import StorageIndex
+from engine.kv.events import StorageName
 from tests.deployments.routing.views import make_view
 
 PROMPT = list(range(100, 110))
 
 
 def test_a_disk_continues_what_memory_holds() -> None:
-    disk = DiskIndex()
+    disk = StorageIndex()
     assert not disk
     disk.saved("a", PROMPT[:6])
     disk.saved("b", PROMPT[4:8])
@@ -30,25 +34,27 @@ def test_a_disk_continues_what_memory_holds() -> None:
 
 @given(st.integers(0, 10), st.integers(0, 10), st.integers(0, 10))
 def test_it_counts_an_unbroken_run(in_memory: int, first: int, end: int) -> None:
-    disk = DiskIndex()
+    disk = StorageIndex()
     disk.saved("a", PROMPT[first:end])
     expected = {"a": end} if first <= in_memory < end else {}
     assert disk.num_held_blocks(PROMPT, {"a": in_memory}) == expected
 
 
-def test_the_state_follows_events_snapshots_and_restarts() -> None:
+@pytest.mark.parametrize("storage", get_args(StorageName))
+def test_the_state_follows_events_snapshots_and_restarts(storage: StorageName) -> None:
     routing = make_view("ab").routing
-    routing.saved("a", [1, 2, 3])
-    routing.unsaved("a", [3])
-    routing.saved("unknown", [1])
-    assert (routing.disk.blocks("a"), routing.disk.blocks("unknown")) == ({1, 2}, frozenset())
-    routing.replaced("a", [7], saved=[5])
-    assert (routing.index.blocks("a"), routing.disk.blocks("a")) == ({7}, {5})
+    index, snapshot = routing.storage[storage], "saved" if storage == "disk" else "shared"
+    routing.saved("a", [1, 2, 3], storage)
+    routing.unsaved("a", [3], storage)
+    routing.saved("unknown", [1], storage)
+    assert (index.blocks("a"), index.blocks("unknown")) == ({1, 2}, frozenset())
+    routing.replaced("a", [7], **{snapshot: [5]})
+    assert (routing.index.blocks("a"), index.blocks("a")) == ({7}, {5})
     routing.replaced("a", [7])
-    assert not routing.disk.blocks("a")
-    routing.saved("a", [1])
+    assert not index.blocks("a")
+    routing.saved("a", [1], storage)
     routing.cleared("a")
-    assert not routing.disk.blocks("a")
-    routing.saved("b", [1])
+    assert not index.blocks("a")
+    routing.saved("b", [1], storage)
     routing.set_replicas(["a"])
-    assert not routing.disk
+    assert not any(routing.storage.values())

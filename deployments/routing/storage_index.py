@@ -1,7 +1,8 @@
-"""DiskIndex: which KV blocks each replica has in its disk cache, where a request can have them read.
+"""StorageIndex: which KV blocks each replica can read from one kind of storage, its disk or the shared cache.
 
-A disk may hold the continuation of a prefix that memory holds, or all of it. So what a replica need not compute of a
-prompt is a run of blocks in memory, and then a run on its disk.
+Storage may hold the continuation of a prefix that memory holds, or all of it. So what a replica need not compute of a
+prompt is a run of blocks in memory, and then a run on storage. Of the shared cache, each replica reports what it knows:
+another one may have written it, and not all replicas need have the cache.
 
 It takes no lock: the caller holds that of RoutingState.
 """
@@ -10,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-__all__ = ["DiskIndex"]
+__all__ = ["StorageIndex"]
 
 
-class DiskIndex:
-    """The saved blocks of the replicas that have a disk cache."""
+class StorageIndex:
+    """The blocks that the replicas can read from one kind of storage."""
 
     def __init__(self) -> None:
         self._saved: dict[str, set[int]] = {}
@@ -24,16 +25,16 @@ class DiskIndex:
         return bool(self._saved)
 
     def saved(self, replica: str, hashes: Iterable[int]) -> None:
-        """Record that a replica's disk holds these blocks."""
+        """Record that a replica can read these blocks."""
         self._saved.setdefault(replica, set()).update(hashes)
 
     def unsaved(self, replica: str, hashes: Iterable[int]) -> None:
-        """Record that a replica's disk no longer holds these blocks."""
+        """Record that a replica can no longer read these blocks."""
         if (saved := self._saved.get(replica)) is not None:
             saved.difference_update(hashes)
 
     def remove_replica(self, replica: str) -> None:
-        """Forget everything that a replica has saved."""
+        """Forget everything that a replica can read."""
         self._saved.pop(replica, None)
 
     def blocks(self, replica: str) -> frozenset[int]:
@@ -41,7 +42,7 @@ class DiskIndex:
         return frozenset(self._saved.get(replica, ()))
 
     def num_held_blocks(self, hashes: Sequence[int], in_memory: Mapping[str, int]) -> dict[str, int]:
-        """Return how many leading blocks of a prompt memory and disk hold, of replicas whose disk adds some.
+        """Return how many leading blocks of a prompt memory and storage hold, of replicas whose storage adds some.
 
         Args:
             hashes: of the prompt's blocks, in order.
@@ -56,7 +57,7 @@ class DiskIndex:
 
 
 def _run_end(hashes: Sequence[int], first: int, saved: Collection[int]) -> int:
-    """Return the end of the run of saved blocks that begins at ``first``; a disk evicts suffixes first."""
+    """Return the end of the run of saved blocks that begins at ``first``; storage loses suffixes first."""
     low, high = first + 1, len(hashes)
     while low < high:
         middle = (low + high) // 2
