@@ -132,12 +132,8 @@ class StorageTier(ABC, Generic[S]):
         """
 
     @abstractmethod
-    def _erase(self) -> None:
-        """Remove all pages of this format, in the writer's thread.
-
-        Raises:
-            OSError: if they cannot be removed.
-        """
+    def _weights_changed(self) -> None:
+        """Make sure that what was saved so far is not read any longer; all was just forgotten."""
 
     @abstractmethod
     def _log_off(self, problem: OSError) -> None:
@@ -320,15 +316,13 @@ class StorageTier(ABC, Generic[S]):
         """Follow a reset of the prefix cache, whose event also says that nothing is saved.
 
         Args:
-            keeps_content: the storage still holds what it says.
+            keeps_content: the storage still holds what it says; otherwise the weights have changed.
         """
-        if not self.is_on:
-            return
-        if keeps_content:
+        if self.is_on and keeps_content:
             self._report_all()
-            return
-        self._forget()
-        self._writer.submit(self._try_erase, self._epoch)  # after the writes that were begun
+        elif not keeps_content:
+            self._forget()
+            self._weights_changed()
 
     def close(self) -> None:
         """End the threads after what they have begun."""
@@ -339,12 +333,6 @@ class StorageTier(ABC, Generic[S]):
         """Assert that each page is in one state."""
         for index in self._indices:
             index.check_integrity()
-
-    def _try_erase(self, epoch: int) -> None:
-        try:
-            self._erase()
-        except OSError as problem:
-            self._inbox.post(partial(self._turn_off, problem, epoch))
 
     def _forget(self) -> None:
         """Forget all pages; what was begun before does not count."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from engine.config import EngineConfig, EngineInfo
@@ -115,8 +116,15 @@ class DiskTier(StorageTier[int]):
     def _write_page(self, kind: int, slot: int, header: SlotHeader, page: memoryview) -> None:
         self._file.write(kind, slot, header, page)
 
-    def _erase(self) -> None:
-        self._file.erase()
+    def _weights_changed(self) -> None:
+        if self.is_on:
+            self._writer.submit(self._erase, self._epoch)  # after the writes that were begun
+
+    def _erase(self, epoch: int) -> None:
+        try:
+            self._file.erase()
+        except OSError as problem:
+            self._inbox.post(partial(self._turn_off, problem, epoch))
 
     def _log_off(self, problem: OSError) -> None:
         logger.warning("The disk cache %s is off until the engine restarts: %s", self._file.path, problem)

@@ -83,7 +83,8 @@ class SharedTier(StorageTier[ObjectName]):
         self._store = store
         self._max_bytes = max_bytes
         self._pause_s = FIRST_PAUSE_S
-        self._is_closed = False
+        self._has_ended = False
+        self._num_timers = 0
         self._warned_of_times = False
         self._objects = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="kv-shared-object")
         if max_bytes is not None:
@@ -124,10 +125,12 @@ class SharedTier(StorageTier[ObjectName]):
         self._writer.submit(self._list_in_thread, self._epoch)
 
     def _list_later(self, seconds: float) -> None:
-        tier = weakref.ref(self)
+        """Begin a listing after some time, and not when it was planned before."""
+        self._num_timers += 1
+        tier, number = weakref.ref(self), self._num_timers
 
         def list_now() -> None:
-            if (self := tier()) is not None and not self._is_closed:
+            if (self := tier()) is not None and not self._has_ended and self._num_timers == number:
                 self._list()
 
         self._inbox.post_at(monotonic() + seconds, list_now)
@@ -160,11 +163,9 @@ class SharedTier(StorageTier[ObjectName]):
 
     def _listed(self, listing: _Listing, epoch: int) -> None:
         """Take in a listing."""
-        if self._is_closed:
+        if self._has_ended or epoch != self._epoch:  # an error since has planned the next one
             return
         self._list_later(max(LIST_EVERY_S, listing.seconds / _LISTING_SHARE))
-        if epoch != self._epoch:  # what it has found may have been erased
-            return
         by_kind: list[list[ObjectName]] = [[] for _ in self._indices]
         for name in listing.names:
             by_kind[name.kind].append(name)
@@ -185,7 +186,7 @@ class SharedTier(StorageTier[ObjectName]):
     def _list_failed(self, problem: OSError, epoch: int) -> None:
         if self.is_on:
             self._turn_off(problem, self._epoch)
-        elif not self._is_closed:
+        elif not self._has_ended:
             self._log_off(problem)
             self._meter.failed(self.name, "io")
             self._pause()
@@ -204,7 +205,7 @@ class SharedTier(StorageTier[ObjectName]):
 
     def close(self) -> None:
         """End the threads after what they have begun."""
-        self._is_closed = True
+        self._has_ended = True
         super().close()
         self._objects.shutdown()
 
@@ -237,9 +238,13 @@ class SharedTier(StorageTier[ObjectName]):
     def _write_page(self, kind: int, slot: ObjectName, header: SlotHeader, page: memoryview) -> None:
         self._store.write(slot, header, page)
 
-    def _erase(self) -> None:
-        for item in self._store.list(all_formats=False):
-            self._store.delete(item.name)
+    def _weights_changed(self) -> None:
+        """Neither read nor write any object until the engine is started again.
+
+        Names stand for the weights that were loaded. Pages of others would be wrong for the engines that have these.
+        """
+        self.is_on, self._has_ended = False, True
+        logger.info("The shared cache %s is off until the engine restarts: the prefix cache was reset", self._store)
 
     def _log_off(self, problem: OSError) -> None:
         logger.warning("The shared cache %s is off for %.0f s: %s", self._store, self._pause_s, problem)

@@ -249,6 +249,7 @@ def test_a_prompt_longer_than_host_memory_is_read_in_part(tmp_path: Path, runner
     engine.close()
 
 
+@pytest.mark.parametrize("storage", ["disk"], indirect=True)
 def test_a_reset_empties_the_disk(tmp_path: Path, runner: ShadowRunner, storage: str) -> None:
     engine, again = make(tmp_path, runner, storage)
     engine.reset_prefix_cache()

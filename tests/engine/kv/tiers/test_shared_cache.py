@@ -15,6 +15,7 @@ from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.kv.events import KVEvent
 from engine.kv.tiers.shared import object_store, shared_tier
+from engine.kv.tiers.shared.object_index import ObjectIndex
 from engine.kv.tiers.shared.object_name import ObjectName
 from engine.kv.tiers.shared.object_store import ObjectStore
 from engine.kv.tiers.shared.retirement import StoredObject, retired
@@ -292,6 +293,25 @@ def test_a_text_that_is_extended_is_kept_as_a_whole() -> None:
     assert retired(extended + other, 200) == [other[1], other[2], other[0], extended[2], extended[1]]
 
 
+def test_a_listing_does_not_forget_what_was_written_since_it_began() -> None:
+    index, names = ObjectIndex(), [stored(b"a", number, 1.0).name for number in range(4)]
+
+    def write(name: ObjectName) -> None:
+        index.begin(name)
+        index.commit(name.digest, name.block_hash)
+        index.check_integrity()
+
+    write(names[0])
+    index.listing_begins()
+    write(names[1])
+    assert index.listed([names[2]]) == ([2], [0])
+    assert sorted(index.hashes) == [1, 2]
+    index.listing_begins()
+    assert index.drop(names[2].digest) == 2
+    assert index.listed([names[2], names[3]]) == ([2, 3], [1])
+    index.check_integrity()
+
+
 def test_names_are_read_as_they_are_written() -> None:
     name = ObjectName(b"f" * 16, 2, b"d" * 16, b"p" * 16, 2**64 - 1, 12)
     assert ObjectName.parse(str(name)) == name
@@ -299,18 +319,46 @@ def test_names_are_read_as_they_are_written() -> None:
         assert ObjectName.parse(other) is None
 
 
-def test_a_reset_deletes_this_models_objects(place: str) -> None:
-    engine, runner = make_shared(place)
+@pytest.mark.parametrize("fails_first", [False, True])
+def test_after_a_reset_an_engine_neither_reads_nor_writes(
+    fails_first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights may have changed, and the digest of those that were loaded would name what it writes."""
+    engine, runner = make_shared(tmp_path)
     answer(engine, runner)
+    if fails_first:
+        monkeypatch.setattr(shared_of(engine), "_list_later", lambda seconds: None)
+        shared_of(engine)._turn_off(OSError("gone"), shared_of(engine)._epoch)
+    shared_of(engine)._list()  # is under way
     engine.reset_prefix_cache()
-    assert shared_of(engine).num_blocks == 0
-    list_now(engine)
-    assert shared_of(engine).num_blocks == 0
+    assert answer(engine, runner) == 0
+    shared_of(engine)._writer.submit(lambda: None).result()
+    tiers_of(engine).inbox.run()
+    assert not shared_of(engine).is_on
     assert answer(engine, runner, OTHER) == 0
     engine.close()
-    second, _ = make_shared(place, runner)
-    assert shared_of(second).num_blocks == 6
+    second, other = make_shared(tmp_path, runner)
+    assert shared_of(second).num_blocks == 11
+    assert answer(second, other) == FULL
     second.close()
+
+
+def test_one_listing_follows_another_whatever_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = make_shared(tmp_path)
+    tier, planned = shared_of(engine), list[Callable[[], None]]()
+    lists = list[None]()
+    monkeypatch.setattr(tiers_of(engine).inbox, "post_at", lambda moment, call: planned.append(call))
+    for _ in range(3):
+        tier.is_on = True
+        tier._turn_off(OSError("gone"), tier._epoch)
+        tier._listed(shared_tier._Listing(), tier._epoch - 1)
+        tier._list_later(1.0)
+    monkeypatch.setattr(tier, "_list", lambda: lists.append(None))
+    for call in planned:
+        call()
+    assert len(planned) == 6
+    assert len(lists) == 1
+    engine.close()
 
 
 def test_errors_of_file_systems_become_oserrors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
