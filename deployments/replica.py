@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -131,7 +132,11 @@ class EngineReplica:
     async def live(self) -> tuple[str, EngineSnapshot]:
         """Return this replica's name and its snapshot for the web page."""
         stats, blocks = self._engine.stats(), await self._engine.block_map()
-        return self._name, EngineSnapshot.take(stats, self._recorder.snapshot(), blocks)
+        snapshot = EngineSnapshot.take(stats, self._recorder.snapshot(), blocks)
+        if self._transfer is not None:
+            endpoint, transfers = self._transfer.address.endpoint, self._transfer.recent()
+            snapshot = replace(snapshot, endpoint=endpoint, transfers=transfers)
+        return self._name, snapshot
 
     async def record_replica_metadata(self) -> dict[str, Any]:
         """Return the metadata that Serve passes to every router once this replica is ready."""

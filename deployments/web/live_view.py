@@ -27,7 +27,11 @@ ingresses give the same answer.
        "queue_s": 0.1, "prefill_s": 0.02, "others_s": 0.01, "decode_s": 0.03,   the parts of its cost
        "next_s": 0.2,
        "source": "ghi", "fetched_tokens": 0, "fetch_s": 0.0,
-       "predicted_s": 0.12, "measured_s": 0.15}]}  until the first token; the latest request first
+       "predicted_s": 0.12, "measured_s": 0.15}],  until the first token; the latest request first
+     "transfers": [{                               KV that replicas read from others, now and in the last minute
+       "time": 1700000000.0, "seconds": 0.02,      when it began, and how long it took, or has taken so far
+       "source": "abc", "target": "def",           replicas; of a source that has gone its address
+       "tokens": 512, "bytes": 4194304, "is_running": false}]}             the latest first
 
 It knows neither Serve nor HTTP: the caller passes what queries the engines and the ingresses.
 """
@@ -45,6 +49,7 @@ from typing import Any, Protocol
 
 from deployments.observability.recorder import Series
 from deployments.routing.recently_routed import LENGTH, RoutedRequest
+from deployments.transport.pages.transfer_log import Transfer
 from engine.kv.block_map import BlockMap
 from engine.observability.load import EngineStats
 from engine.observability.metrics import (
@@ -113,6 +118,8 @@ class EngineSnapshot:
     counters: Mapping[str, int]  # by their JSON keys
     blocks: BlockMap
     tiers: tuple[TierSnapshot, ...] = ()
+    endpoint: str = ""  # where the replica serves pages
+    transfers: tuple[Transfer, ...] = ()  # of pages from others to it
 
     @classmethod
     def take(cls, stats: EngineStats, series: Iterable[Series], blocks: BlockMap) -> EngineSnapshot:
@@ -189,5 +196,18 @@ class LiveView:
             "model": self._model,
             "replicas": [snapshot.as_json(name) for name, snapshot in sorted(engines.items())],
             "routed": routed[:LENGTH],
+            "transfers": _transfers(engines),
         }
         return json.dumps(content, separators=(",", ":")).encode()
+
+
+def _transfers(engines: Mapping[str, EngineSnapshot]) -> list[dict[str, Any]]:
+    """Return the elements of ``transfers``."""
+    names = {snapshot.endpoint: name for name, snapshot in engines.items()}
+    transfers = []
+    for target, snapshot in engines.items():
+        for transfer in snapshot.transfers:
+            item = asdict(transfer)
+            endpoint = item.pop("endpoint")
+            transfers.append(item | {"source": names.get(endpoint, endpoint), "target": target})
+    return sorted(transfers, key=lambda item: float(item["time"]), reverse=True)[:LENGTH]

@@ -264,6 +264,42 @@ def test_each_request_is_listed_with_the_reason(open_page: Opener, server: Serve
     assert page.locator("#rate-chart svg").get_attribute("aria-label").startswith("Output tokens")  # type: ignore[union-attr]
 
 
+def test_transfers_are_drawn_while_they_happen_and_listed_for_a_minute(open_page: Opener) -> None:
+    page = open_page()
+    expect(page.locator("[data-replica]")).to_have_count(2)
+    assert page.locator("#transfers").is_hidden()
+    shown: list[dict[str, Any]] = []
+
+    def change(route: Route) -> None:
+        answer = route.fetch()
+        state = answer.json()
+        names = [replica["name"] for replica in state["replicas"]]
+        ends = {"source": names[0], "target": names[1]}
+        running = {"time": state["time"] - 9, "seconds": 9.0, "tokens": 512, "bytes": 3 * 2**20, "is_running": True}
+        ended = {"time": state["time"] - 30, "seconds": 0.25, "tokens": 64, "bytes": 4096, "is_running": False}
+        gone = {"source": "tcp://gone:1", "target": names[1]}
+        state["transfers"] = [running | ends, ended | gone] if not shown else [ended | ends]
+        route.fulfill(response=answer, json=state)
+
+    page.route("**/live", change)
+    arrows, rows = page.locator("path.arrow"), page.locator("#transferred tr")
+    expect(arrows).to_have_count(1)
+    boxes = [page.locator("[data-replica] canvas").nth(index).bounding_box() for index in (0, 1)]
+    origin = page.locator("#tiles").bounding_box()
+    assert origin is not None
+    ends = re.findall(r"([\d.]+),([\d.]+)", arrows.get_attribute("d") or "")[:2]
+    for box, (x, y) in zip(boxes, [(float(x), float(y)) for x, y in ends], strict=True):
+        assert box is not None
+        assert abs(origin["x"] + x - box["x"] - box["width"] / 2) <= 2
+        assert abs(origin["y"] + y - box["y"] - box["height"] / 2) <= 2
+    assert rows.nth(0).locator("td").all_inner_texts()[3:] == ["512", "3.0 MiB", "9.00 s so far"]
+    assert rows.nth(1).locator("td").all_inner_texts()[3:] == ["64", "4.0 KiB", "250 ms"]
+    shown.append({})
+    expect(arrows).to_have_count(0)
+    expect(rows).to_have_count(1)
+    assert _serious_problems(page) == []
+
+
 def test_a_hidden_page_does_not_poll(open_page: Opener) -> None:
     """Another page polls meanwhile, so that a second and more passes."""
     page, other = open_page(), open_page()
@@ -312,9 +348,14 @@ def test_the_page_fits_and_is_accessible(open_page: Opener, theme: str, viewport
     )
     region = page.get_by_role("region", name="Routing").last
     assert region.evaluate("element => element.scrollWidth <= element.clientWidth")
+    assert _serious_problems(page) == []
+
+
+def _serious_problems(page: Page) -> list[tuple[str, str]]:
+    """Return what hinders people who use the page with other tools than eyes and a mouse."""
     problems = axe_api.Axe().run(page).response["violations"]
     serious = [problem for problem in problems if problem["impact"] in ("serious", "critical")]
-    assert [(problem["id"], problem["nodes"][0]["html"]) for problem in serious] == []
+    return [(problem["id"], problem["nodes"][0]["html"]) for problem in serious]
 
 
 def test_a_theme_can_be_chosen_and_is_kept(open_page: Opener) -> None:

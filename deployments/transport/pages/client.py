@@ -16,6 +16,7 @@ from deployments.transport.pages.messages import BUSY, EVICTED, MISSING, PageMes
 from deployments.transport.pages.peers import PageRefusalError, Peers
 from deployments.transport.pages.pull import ChecksumError, PullCancelledError, Pulled, pull
 from deployments.transport.pages.rates import PeerRates
+from deployments.transport.pages.transfer_log import TransferLog
 from deployments.transport.pages.wire import PeerGoneError, PeerStalledError, Wire
 from engine.errors import ConfigError
 from engine.kv.tiers.source import ArrivalSink, WantedPrefix
@@ -38,16 +39,19 @@ class PageClient:
     Args:
         page_format: everything that must be equal for pages to be exchanged, by name.
         bytes_per_token: of pages.
+        block_size: tokens per block.
 
     Attributes:
         name: of this source, in metrics.
         peer_rates: how fast pages have come from each peer.
+        log: what has come lately, and what comes now.
     """
 
     name = "peer"
 
-    def __init__(self, page_format: Mapping[str, str], bytes_per_token: float) -> None:
+    def __init__(self, page_format: Mapping[str, str], bytes_per_token: float, block_size: int) -> None:
         self.peer_rates = PeerRates()
+        self.log = TransferLog(block_size)
         self._bytes_per_token = bytes_per_token
         self._peers = Peers(page_format)
         self._threads = ThreadPoolExecutor(MAX_FETCHES, thread_name_prefix="page-client")
@@ -94,12 +98,14 @@ class PageClient:
     def _run(self, fetch: _Fetch) -> None:
         """Run a fetch, and say how it has ended."""
         error: str | None = "io"
+        ended = self.log.began(fetch.source.endpoint, fetch.pulled)
         try:
             error = fetch.run(monotonic() + self._timeout_s(fetch))
             self._record(fetch)
         except Exception:
             logger.exception("pages could not be fetched")
         finally:
+            ended()
             self._fetches.discard(fetch)
             fetch.sink.finished(error)
 

@@ -14,6 +14,7 @@ from functools import partial
 from deployments.transport.pages.address import PageAddress
 from deployments.transport.pages.client import PageClient
 from deployments.transport.pages.server import PageServer
+from deployments.transport.pages.transfer_log import Transfer
 from engine.async_engine import AsyncEngine
 from engine.config import EngineInfo
 from engine.kv.tiers.copies import CopyOrder
@@ -57,6 +58,10 @@ class PageTransfer:
         """Of the server, for the replica's metadata."""
         return self._server.address
 
+    def recent(self) -> tuple[Transfer, ...]:
+        """Return what is read from other replicas now, and was in the last minute. Any thread may call it."""
+        return () if self.client is None else self.client.log.recent()
+
     def wait_until_open(self) -> None:
         """Wait until pages can be sent and received."""
         self._thread.join()
@@ -88,7 +93,7 @@ class PageTransfer:
             logger.exception("the weights could not be read again; this replica exchanges no KV pages")
             return
         description = described(page_format, self._info)
-        client = self.client = PageClient(description, _bytes_per_token(page_format))
+        client = self.client = PageClient(description, _bytes_per_token(page_format), page_format.block_size)
         self._server.open(description)
         self._tiers.inbox.post(partial(self._tiers.add_peers, client))
 

@@ -1,19 +1,12 @@
 // A line chart over the last two minutes, drawn as SVG.
 
+import { shape } from "./dom.js";
 import { colourOf } from "./replicas.js";
 import { shortName } from "./format.js";
 
-const SVG = "http://www.w3.org/2000/svg";
 const HEIGHT = 132;
 const LEFT = 40, RIGHT = 8, TOP = 8, BOTTOM = 20;
 const SECONDS = 120;
-
-function shape(tag, attributes, text) {
-  const element = document.createElementNS(SVG, tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  if (text !== undefined) element.textContent = text;
-  return element;
-}
 
 /** The smallest of 1, 2, 4, 6, 8, 10, 20, ... that is at least ``value``; its half is round too. */
 function roundUp(value) {

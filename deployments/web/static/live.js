@@ -7,6 +7,7 @@ import { count, duration, finePercent, percent, rate, timeOfDay } from "./format
 import { HeatMap, unpack } from "./heatmap.js";
 import { History } from "./history.js";
 import { badge, colourOf } from "./replicas.js";
+import { showTransfers } from "./transfers.js";
 
 const PERIOD_MS = 1000;
 const AFTER_FAILURE_MS = 3000;
@@ -54,6 +55,7 @@ function show(state) {
   charts.rate.show(history.lines("rate"), state.time);
   charts.hits.show(history.lines("hitRate"), state.time);
   showTiles(replicas);
+  showTransfers(state.transfers, state.time, (name) => tiles.get(name)?.element);
   showRoutes(state.routed);
 }
 

@@ -83,6 +83,13 @@ def test_autoscaling_and_a_cache_on_the_host() -> None:
     assert facts["replicas"].endswith("autoscaling from 0 to 4 engines")
     assert facts["host cache"].startswith("512.0 MiB")
     assert facts["KV cache"].startswith("64 blocks of 16 = 1,024 tokens")
+    assert "shared cache" not in facts
+
+
+@pytest.mark.parametrize(("gib", "text"), [(8.5, "at most 8.5 GiB"), (None, "without a limit")])
+def test_a_shared_cache(gib: float | None, text: str) -> None:
+    options = {"swap_space_gib": 0.5, "shared_cache_path": "s3://bucket/kv", "shared_cache_gib": gib}
+    assert _facts(engine=options)["shared cache"] == f"{text} in s3://bucket/kv"
 
 
 def test_a_file_without_our_application(tmp_path: Path) -> None:

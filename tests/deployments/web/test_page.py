@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from deployments.config import AppConfig
 from deployments.ingress import Ingress
 from deployments.observability.recorder import Recorder
 from deployments.routing.recently_routed import RoutedRequest
+from deployments.transport.pages.transfer_log import Transfer
 from deployments.web.live_view import EngineSnapshot, LiveView
 from deployments.web.page import FOLDER
 from engine.kv.block_map import BlockMap
@@ -141,12 +143,16 @@ class Cluster:
         self.may_answer = asyncio.Event()
         self.may_answer.set()
         self.routed: dict[str, list[RoutedRequest]] = {}
+        self.transfers: dict[str, tuple[Transfer, ...]] = {}
 
     async def live(self) -> dict[str, EngineSnapshot]:
         self.num_asked += 1
         await asyncio.sleep(0)
         await self.may_answer.wait()
-        return {"b": snapshot(), "a": snapshot()}
+        return {
+            name: replace(snapshot(), endpoint=f"tcp://{name}:1", transfers=self.transfers.get(name, ()))
+            for name in "ba"
+        }
 
     async def recently_routed(self) -> dict[str, list[RoutedRequest]]:
         return self.routed
@@ -158,6 +164,10 @@ class Cluster:
 async def test_the_documented_shape() -> None:
     cluster = Cluster()
     nothing = 0.0, 0.0, 0.0, 0.0, None
+    cluster.transfers = {
+        "a": (Transfer("tcp://b:1", 7.0, 0.5, 512, 4096, True), Transfer("tcp://gone:1", 8.0, 0.25, 64, 512, False)),
+        "b": (Transfer("tcp://a:1", 9.0, 0.125, 16, 128, False),),
+    }
     cluster.routed = {
         "i": [RoutedRequest(5.0, "a", "hit", 90, 64, 64, 0.1, 0.02, 0.01, 0.03, 0.2, "b", 16, 0.05, 0.12, 0.15)],
         "j": [RoutedRequest(6.0, "b", "cold", 30, 0, 0, *nothing), RoutedRequest(4.0, "b", "cold", 31, 0, 0, *nothing)],
@@ -184,6 +194,17 @@ async def test_the_documented_shape() -> None:
             {"name": "host", "blocks": 7, "num_blocks": 20, "hit_tokens": 32, "in_tokens": 48, "out_tokens": 160},
             {"name": "peer", "blocks": 0, "num_blocks": 0, "hit_tokens": 0, "in_tokens": 0, "out_tokens": 16},
         ],
+    }
+    moved = [(item["source"], item["target"], item["time"]) for item in state["transfers"]]
+    assert moved == [("a", "b", 9.0), ("tcp://gone:1", "a", 8.0), ("b", "a", 7.0)]
+    assert state["transfers"][2] == {
+        "time": 7.0,
+        "seconds": 0.5,
+        "source": "b",
+        "target": "a",
+        "tokens": 512,
+        "bytes": 4096,
+        "is_running": True,
     }
     assert [(request["ingress"], request["time"]) for request in state["routed"]] == [
         ("j", 6.0),

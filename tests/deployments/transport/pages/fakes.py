@@ -138,7 +138,7 @@ class Pair:
         self.lender = lender
         self.server = PageServer(lender, HOST, max_tokens=10_000, metrics=self.recorder)
         self.server.open(server_format)
-        self.client = PageClient(client_format, bytes_per_token=100.0)
+        self.client = PageClient(client_format, bytes_per_token=100.0, block_size=BLOCK_SIZE)
 
     @property
     def rejections(self) -> dict[tuple[str, ...], float]:

@@ -61,7 +61,7 @@ def source_process() -> Iterator[tuple[subprocess.Popen[str], KVSource]]:
 
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGKILL, "io"), (signal.SIGSTOP, "late")])
 def test_a_source_that_dies_or_stops_costs_what_has_not_come(number: signal.Signals, error: str) -> None:
-    client = PageClient(FORMAT, bytes_per_token=1.0)
+    client = PageClient(FORMAT, bytes_per_token=1.0, block_size=16)
     sink = sink_for(random_pages(10))
     with source_process() as (process, source):
         client.fetch(WantedPrefix("r", chain_of(PROMPT), 0, source), sink)

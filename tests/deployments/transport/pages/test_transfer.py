@@ -34,6 +34,10 @@ def test_the_pages_come_as_they_are() -> None:
             assert sink.pages() == pages[first:]
         assert both.server.num_connections == 1  # it was kept
         assert both.lender.num_sent == 4 * (10 + 7 + 1)
+        sizes = [sum(len(page) for of in pages[first:] for page in of if page is not None) for first in (0, 3, 9)]
+        recent = both.client.log.recent()
+        assert [(transfer.tokens, transfer.bytes) for transfer in recent] == list(zip((40, 28, 4), sizes, strict=True))
+        assert {transfer.endpoint for transfer in recent} == {both.server.address.endpoint}
         assert released(both)
         assert not both.rejections
 
