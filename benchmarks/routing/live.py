@@ -1,9 +1,9 @@
 """`python -m benchmarks.routing.live`: the hit rate of real replicas, beside one engine with the pooled cache.
 
 64 conversations over 8 shared system prompts, sent turn by turn to 2 ingresses with 4 engine replicas; the same
-requests to the same deployment with Serve's default router; and to a single engine whose cache has the size of all
-four. Prompts are token ids drawn with a fixed seed, the assistant's turns among them, so that each server gets the
-very same requests in the same order.
+requests to the same deployment without host pools and transfers, and with Serve's default router; and to a single
+engine whose cache has the size of all four. Prompts are token ids drawn with a fixed seed, the assistant's turns among
+them, so that each server gets the very same requests in the same order.
 """
 
 from __future__ import annotations
@@ -116,32 +116,39 @@ def measure(name: str, server: Server, workload: Sequence[Sequence[list[int]]], 
     )
 
 
-def _setting(engines: int, ingresses: int, num_blocks: int) -> Any:
+def _setting(engines: int, ingresses: int, num_blocks: int, *, tiers: bool = True) -> Any:
     def change(args: dict[str, Any]) -> None:
         args["replicas"] |= {"num_engine_replicas": engines, "num_ingress_replicas": ingresses}
         args["replicas"] |= {"cpus_per_engine": 0.1, "cpus_per_ingress": 0.1}
         args["engine"].pop("kv_cache_memory", None)
         args["engine"] |= {"num_blocks": num_blocks, "block_size": BLOCK_SIZE, "max_num_seqs": 64}
+        if not tiers:
+            args["engine"] |= {"swap_space_gib": 0, "kv_transfer": False}
 
     return change
 
 
 def main() -> None:
-    """Measure the three servers and print a table."""
+    """Measure the servers and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--blocks", type=int, default=1600, help="KV blocks of each engine")
+    parser.add_argument("--only", nargs="*", help="names of the servers to measure, that of the pooled cache first")
     arguments = parser.parse_args()
     workload = conversations(arguments.seed)
     default = [{"name": "engine", "request_router_config": {"request_router_class": DEFAULT_ROUTER}}]
     results = []
-    for name, engines, ingresses, blocks, overrides in (
-        ("one engine, pooled cache", 1, 1, ENGINES * arguments.blocks, None),
-        ("Pagoda's router", ENGINES, INGRESSES, arguments.blocks, None),
-        ("Serve's default router", ENGINES, INGRESSES, arguments.blocks, default),
+    for name, engines, ingresses, overrides, tiers in (
+        ("one engine, pooled cache", 1, 1, None, False),
+        ("Pagoda's router", ENGINES, INGRESSES, None, True),
+        ("the same without tiers", ENGINES, INGRESSES, None, False),
+        ("Serve's default router", ENGINES, INGRESSES, default, False),
     ):
-        with serve(_setting(engines, ingresses, blocks), overrides, engines) as server:
+        if arguments.only and name not in arguments.only:
+            continue
+        blocks = arguments.blocks * ENGINES // engines
+        with serve(_setting(engines, ingresses, blocks, tiers=tiers), overrides, engines) as server:
             results.append(measure(name, server, workload, arguments.seed))
         print(results[-1], flush=True)
     pooled = results[0].hit_rate

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from typing import Any
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from deployments.launcher.dashboard import serve_details
 from deployments.launcher.direct import direct_urlopen
 
 __all__ = ["ROOT", "Server", "serve"]
@@ -32,11 +34,20 @@ class Server:
     Args:
         url: where it listens.
         process: the launcher.
+        log: what the launcher prints.
     """
 
-    def __init__(self, url: str, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, url: str, process: subprocess.Popen[bytes], log: Path) -> None:
         self.url = url
         self.process = process
+        self.log = log
+
+    def engines(self) -> dict[str, int]:
+        """Return the process of each engine replica that runs, by its name."""
+        (dashboard, *_) = re.findall(r"dashboard at .*?(https?://[\d.]+:\d+)", self.log.read_text(encoding="utf-8"))
+        deployments = serve_details(dashboard)["applications"]["pagoda"]["deployments"]
+        replicas = deployments["engine"]["replicas"]
+        return {item["replica_id"]: item["pid"] for item in replicas if item["state"] == "RUNNING"}
 
     def metric(self, name: str) -> float:
         """Return a metric's sum over replicas and labels."""
@@ -95,9 +106,9 @@ def serve(
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        server = Server(f"http://127.0.0.1:{port}", process)
+        server = Server(f"http://127.0.0.1:{port}", process, Path(directory) / "log")
         try:
-            _wait(server, Path(directory) / "log", engines)
+            _wait(server, engines)
             yield server
         finally:
             if process.poll() is None:
@@ -105,8 +116,8 @@ def serve(
             process.wait(timeout=90)
 
 
-def _wait(server: Server, log: Path, engines: int) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
+def _wait(server: Server, engines: int) -> None:
+    deadline, log = time.monotonic() + START_TIMEOUT_S, server.log
     while "pagoda: ready" not in log.read_text(encoding="utf-8") or len(_engines(server)) < engines:
         if server.process.poll() is not None or time.monotonic() > deadline:
             raise RuntimeError(f"the server did not start:\n{log.read_text(encoding='utf-8')[-4000:]}")
