@@ -103,7 +103,7 @@ class Drafter:
 
     def awaits_token(self, sequence: Sequence) -> bool:
         """Whether the next token of a sequence must be known before the next step, because it may get a draft then."""
-        return self.may_draft(sequence) and self.acceptance.may_get_draft(sequence)
+        return not self._num_skipped and self.may_draft(sequence) and self.acceptance.may_get_draft(sequence)
 
     def add_drafts(self, step: StepBuilder) -> None:
         """Add drafts to a batch that is otherwise complete, and allocate their blocks."""
@@ -210,9 +210,11 @@ class Drafter:
         running = step.running
         if self.payoff is None or len(running) < _MANY:
             return range(len(running))
-        if self._num_skipped:
+        if self._num_skipped > 1:
             self._num_skipped -= 1
             return ()
+        # In the last of them Payoff is asked for the next step, so that steps which overlap need not wait for tokens.
+        self._num_skipped = 0
         best_rate = self.acceptance.best_rate
         for limit in (1, self.num_tokens):  # most often one token tells
             if self.payoff.draft_tokens(best_rate, limit, room.num_tokens, room.num_expected)[0]:
@@ -222,6 +224,9 @@ class Drafter:
             if self.model is not None and not self.payoff.is_stale(room.num_tokens):
                 self.model.is_on = False  # even tokens that took no time to draft would not pay
             return ()
+        for sequence in running:
+            if not self.acceptance.is_retried(sequence):
+                self.acceptance.record_draft(sequence, has_draft=False)
         return [index for index, sequence in enumerate(running) if self.acceptance.is_retried(sequence)]
 
     def _limit(self, sequence: Sequence, step: StepBuilder, num_blocks: int) -> int:

@@ -257,6 +257,28 @@ def test_where_drafts_pay_for_none_of_many_no_proposer_is_asked(
     assert sum(output.num_draft_tokens for output in seen) == 0
 
 
+@pytest.mark.parametrize(("price", "most_empty"), [(1.0, 0), (0.001, 6)], ids=["not tried", "tried now and then"])
+def test_steps_overlap_where_drafts_pay_for_none_of_many(
+    price: float, most_empty: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences that wait for their tokens are left out of a step. Each token costs time, and no draft is right."""
+    engine, _ = start(4, wrong=range(100), enable_prefix_caching=False, async_scheduling=True)
+    drafter, payoff = engine.scheduler.drafter, Payoff(1)
+    assert drafter is not None
+    for num_tokens in range(256, 0, -1):
+        payoff.record_step(num_tokens, 1.0 + price * num_tokens)
+    drafter.payoff = payoff
+    monkeypatch.setattr(drafter, "record_step", lambda output, seconds: None)
+    monkeypatch.setattr(drafter.acceptance, "_mean", 0.0005)  # with which new sequences begin
+    for index in range(8):
+        engine.add_request(EngineRequest(str(index), PROMPT, greedy(max_tokens=90)))
+    seen = watch(engine)
+    for _ in range(24):
+        engine.step()
+    assert {len(output.sequences) for output in seen} <= {0, 8}
+    assert sum(output.is_empty for output in seen) <= most_empty
+
+
 def test_many_sequences_get_drafts_again_when_these_pay() -> None:
     engine, runner = start(4)
     drafter = engine.scheduler.drafter
