@@ -50,13 +50,14 @@ class _Tile:
     is_rounded: bool = False
 
 
-# With fewer outputs than 64 tensor cores get their older instructions, which take few rows as well. With more outputs
-# activations are read less often, which the second-level cache of an H200 is busy with from 64 rows on.
+# The fastest on an H200. With fewer outputs than 64 tensor cores get their older instructions, which take few rows as
+# well. With more outputs activations are read less often, which the second-level cache is busy with from 64 rows on.
 _FEW_ROWS = _Tile(16, 32, 2, 3, num_programs=1024)
 _FEW_ROWS_AND_MINIMA = _Tile(16, 64, 4, 3, num_programs=1024)
+_FEW_ROWS_OF_4_BITS = _Tile(16, 64, 4, 3, num_programs=512)
 _SOME_ROWS = _Tile(64, 128, 8, 3, num_programs=256)
-_SOME_ROWS_OF_SMALL_GROUPS = _Tile(64, 64, 4, 4, num_programs=256)
-_MANY_ROWS = _Tile(128, 128, 8, 3, is_rounded=True)
+_SOME_ROWS_ROUNDED = _Tile(64, 128, 8, 3, num_programs=256, is_rounded=True)
+_MANY_ROWS = _Tile(128, 128, 8, 3, num_programs=192, is_rounded=True)
 _ANY_ROWS = _Tile(64, 64, 4, 4)  # where a row is to have the same bits in any batch
 # With float32 ptxas spills a few registers, so as to run more programs at a time, unless it is told how many there are.
 _FLOAT32 = _Tile(16, 64, 8, 2, num_programs=256, max_registers=200)
@@ -66,7 +67,7 @@ _SUMMED = 1024  # outputs of a program that adds up parts
 # Rows up to which weights are decoded in registers, by the tile for the most of them; for more rows they are decoded
 # into memory. Of small groups, which have more scales, a second tile takes longer on an H200 than decoding into memory.
 _ROWS_OF_SMALL_GROUPS, _ROWS, _ROWS_ROUNDED = 64, 128, 256
-_SMALL_GROUP = 32  # inputs
+_SMALL_GROUP, _LARGE_GROUP = 32, 128  # inputs
 
 
 # The number of rows changes from step to step, which must not wait for a compilation.
@@ -317,15 +318,24 @@ def _tiles(section: CodedSection, dtype: torch.dtype) -> list[tuple[int, _Tile]]
     is_small = section.layout.group <= _SMALL_GROUP
     if dtype.itemsize == 4:
         return [(_ROWS_OF_SMALL_GROUPS if is_small else _ROWS, _FLOAT32)]
-    few = _FEW_ROWS if section.outer_minima is None else _FEW_ROWS_AND_MINIMA
+    few = _few_rows(section)
     if is_small:
-        return [(few.num_rows, few), (_ROWS_OF_SMALL_GROUPS, _SOME_ROWS_OF_SMALL_GROUPS)]
-    tiles = [(few.num_rows, few), (_SOME_ROWS.num_rows, _SOME_ROWS)]
+        return [(few.num_rows, few), (_ROWS_OF_SMALL_GROUPS, _SOME_ROWS_ROUNDED)]
+    some = _SOME_ROWS if section.layout.group >= _LARGE_GROUP else _SOME_ROWS_ROUNDED
+    tiles = [(few.num_rows, few), (some.num_rows, some)]
     # Scales of another dtype are converted, which takes longer than the second sum of a tile that is not rounded.
     is_rounded = section.outer_scales.dtype == dtype and section.outer_minima is None
     if is_rounded and has_large_shared_memory(section.codes.device):
         return [*tiles, (_ROWS_ROUNDED, _MANY_ROWS)]
-    return [*tiles, (_ROWS, _SOME_ROWS)]
+    return [*tiles, (_ROWS, some)]
+
+
+def _few_rows(section: CodedSection) -> _Tile:
+    if section.outer_minima is not None:
+        return _FEW_ROWS_AND_MINIMA
+    form, is_small = section.layout.format, section.layout.group <= _SMALL_GROUP
+    is_plain = form.bits == 4 and not form.levels and section.zero_points is None
+    return _FEW_ROWS_OF_4_BITS if is_plain and not is_small else _FEW_ROWS
 
 
 def _blocks_per_part(section: CodedSection, tile: _Tile) -> int:
