@@ -38,7 +38,10 @@ def tiled_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     for one sum in 2^29. Then the two sums are added to that of earlier inputs. Where a denormal number arises,
     `torch.set_flush_denormal` must be on, as the tiles round it to 0.
     """
-    words = [F.pad(m.bfloat16().float(), (0, -m.shape[1] % 32)).unflatten(1, (-1, 16, 2)).double() for m in (x, weight)]
+    words = [
+        F.pad(matrix.bfloat16().double(), (0, -matrix.shape[1] % 32)).view(len(matrix), -1, 16, 2)
+        for matrix in (x, weight)
+    ]
     total = torch.zeros(len(x), len(weight))
     for rows, outputs in zip(*(matrix.unbind(1) for matrix in words), strict=True):  # [rows, 16, 2], [outputs, 16, 2]
         sums = torch.zeros(len(x), len(weight), 2)

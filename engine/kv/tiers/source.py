@@ -84,13 +84,11 @@ class ArrivalSink(Protocol):
 
 
 class PrefixSource(Protocol):
-    """A source of KV pages. The engine's thread calls it; no call may wait for anything.
+    """A source of KV pages. The engine's thread calls it; no call may wait for anything."""
 
-    Attributes:
-        name: label of metrics: ``disk`` or ``peer``.
-    """
-
-    name: str
+    @property
+    def name(self) -> str:
+        """Label of metrics: ``disk``, ``shared`` or ``peer``."""
 
     def may_help(self, source: KVSource | None) -> bool:
         """Whether the source may have anything at all, before a prompt is matched.
