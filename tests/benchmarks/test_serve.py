@@ -56,7 +56,7 @@ def test_the_server_under_test_is_not_asked_through_a_proxy(name: str, monkeypat
     monkeypatch.setenv(name, "http://127.0.0.1:9")
     with HTTPServer(("127.0.0.1", 0), Metrics) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        asked: Any = Server(f"http://127.0.0.1:{server.server_port}", None)  # type: ignore[arg-type]
+        asked: Any = Server(f"http://127.0.0.1:{server.server_port}", None, None)  # type: ignore[arg-type]
         assert (asked.metric("n"), asked.metric_by_replica("n")) == (5.0, {"a": 2.0, "b": 3.0})
         server.shutdown()
 
