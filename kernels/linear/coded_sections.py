@@ -49,9 +49,10 @@ class CodedLayout:
     def width(self) -> int:
         """Inputs of a part."""
         form = self.format
-        group = form.granule if form.has_inner else form.granule * form.granules_per_outer
+        if form.has_inner:  # whose factors are those of one part each
+            return form.granule
         most = _LARGEST_WIDTH if self.word_bytes == 1 else _LARGEST_BLOCK // self.per_word
-        return min(group, most, _LARGEST_WIDTH)
+        return min(form.granule * form.granules_per_outer, most, _LARGEST_WIDTH)
 
     @property
     def group(self) -> int:

@@ -19,7 +19,7 @@ from kernels.experts.triton.experts import experts_triton
 from kernels.linear.triton import linear_triton
 from kernels.sampling.triton.ops import TritonSampling
 from tests.kernels.attention.paged_batches import PADDING, Batch, Shape, make_batch
-from tests.kernels.gpu_variants import run_coded, run_coded_experts, run_latents, run_sparse
+from tests.kernels.gpu_variants import run_coded, run_coded_experts, run_fp8, run_latents, run_sparse
 from tests.kernels.launch_log import KERNELS, LaunchLog
 from tests.kernels.layer_ops_launches import MODELS, run_layer_ops
 from tests.kernels.recurrent_launches import RECURRENT_MODELS, run_recurrent
@@ -103,7 +103,8 @@ def test_sparse_attention_of_any_step_launches_what_the_first_one_did(log: Launc
 def test_every_launch_says_whether_products_and_sums_are_fused(log: LaunchLog) -> None:
     """Triton's default changes in 3.10, and results would change with it."""
     run([(1, 5000), (2, 9)])
-    run_sparse(make_batch([(1, 520)], SPARSE).metadata, **SIZES)
+    for context in (520, 5000):  # where one program chooses the keys of a query, and where several do
+        run_sparse(make_batch([(1, context)], SPARSE).metadata, **SIZES)
     run_layer_ops(MODELS["Qwen3-0.6B"])
     for model in ("Qwen3.5-0.8B", "Kimi-Linear-48B-A3B", "Nemotron-3-Nano"):
         run_recurrent(RECURRENT_MODELS[model], torch.bfloat16)
@@ -111,6 +112,8 @@ def test_every_launch_says_whether_products_and_sums_are_fused(log: LaunchLog) -
     linear_triton(torch.zeros(2, 16), torch.zeros(4, 16), None)
     run_coded(format="Q4_0", dtype=torch.float32, shape=(32, 512), has_bias=False)
     run_coded_experts(format="Q4_0", dtype=torch.float32, shape=(64, 32), option="gated")
+    for activations in ("groups", "tokens"):
+        run_fp8(activations=activations, dtype=torch.bfloat16, shape=(128, 512), option="bias")
     TritonSampling().warm_up(torch.zeros(2, 300))
     take_pending_tokens_triton(torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
     pages = torch.zeros(2, 3, 8, dtype=torch.int64)
