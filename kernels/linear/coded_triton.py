@@ -50,7 +50,7 @@ class _Tile:
     is_rounded: bool = False
 
 
-# The fastest on an H200. With fewer outputs than 64 tensor cores get their older instructions, which take few rows as
+# Chosen by an H200's times. With fewer outputs than 64 tensor cores get their older instructions, for few rows as
 # well. With more outputs activations are read less often, which the second-level cache is busy with from 64 rows on.
 _FEW_ROWS = _Tile(16, 32, 2, 3, num_programs=1024)
 _FEW_ROWS_AND_MINIMA = _Tile(16, 64, 4, 3, num_programs=1024)
