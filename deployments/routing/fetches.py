@@ -83,24 +83,26 @@ def best_fetch(
         sources: of the prompt.
         prices: what is the same on all replicas.
     """
-    best: Fetch | None = None
-    computed_s = replica.seconds_per_token * prompt.block_size
+    size, queue_s = prompt.block_size, replica.queue_s
+    computed_s = replica.seconds_per_token * size
     saved_s = saved_per_block(prompt, prices) * replica.seconds_per_token
-    limit = max(0, prompt.num_tokens - 1) // prompt.block_size  # the last token is computed in any case
+    limit = max(0, prompt.num_tokens - 1) // size  # the last token is computed in any case
+    best, best_saved_s = None, 0.0
     for source, num_held, (latency_s, seconds_per_token) in sources.options(name, replica, num_cached):
-        most, block_s = min(num_held, limit) - num_cached, seconds_per_token * prompt.block_size
-        if most <= 0 or block_s >= computed_s:
+        number, block_s = min(num_held, limit) - num_cached, seconds_per_token * size
+        if number <= 0 or block_s >= computed_s:
             continue
-        hidden = min(most, int((replica.queue_s - latency_s) / block_s)) if sources.are_divisible else most
-        for number in {most, hidden}:
-            seconds = latency_s + number * block_s
-            if number <= 0:
-                continue
-            saved = number * saved_s - max(0.0, seconds - replica.queue_s)
-            if best is None or saved > best.saved_s:
-                evicted_s = prices.memory * computed_s * number
-                best = Fetch(source, num_cached + number, number, seconds, evicted_s, saved)
-    return best if best is not None and best.saved_s > 0 else None
+        saved = number * saved_s - max(0.0, latency_s + number * block_s - queue_s)
+        hidden = int((queue_s - latency_s) / block_s) if sources.are_divisible else 0
+        if 0 < hidden < number and hidden * saved_s > saved:
+            number, saved = hidden, hidden * saved_s
+        if saved > best_saved_s:
+            best, best_saved_s = (source, number, latency_s + number * block_s), saved
+    if best is None:
+        return None
+    source, number, seconds = best
+    evicted_s = prices.memory * computed_s * number
+    return Fetch(source, num_cached + number, number, seconds, evicted_s, best_saved_s)
 
 
 def saved_per_block(prompt: PromptBlocks, prices: Prices) -> float:

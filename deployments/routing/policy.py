@@ -108,19 +108,19 @@ class RoutingPolicy:
 
         It leaves out replicas that would cost more than the cheapest one even if a fetch took no time.
         """
-        rows = self._table.rows
+        rows, most = self._table.rows, sources.max_blocks
         cheapest: float = costs[costs.argmin()].item()
-        missing = sources.max_blocks - (np.zeros(len(costs)) if cached is None else cached)
+        missing = np.full(len(costs), float(most)) if cached is None else most - cached
         floors = costs - missing * (saved_per_block(prompt, prices) * rows.seconds_per_token)
-        gaining = (floors <= cheapest * _TIED).nonzero()[0]
-        gaining = gaining[missing[gaining] > 0]
-        by_floor = gaining[floors[gaining].argsort(kind="stable")[:_MAX_FETCHING]]
+        floors[missing <= 0] = np.inf
         fetches = dict[int, Fetch]()
-        for row in by_floor.tolist():
+        for _ in range(_MAX_FETCHING):
+            row = int(floors.argmin())
             if floors[row] > cheapest * _TIED:
                 break
+            floors[row] = np.inf
             name = rows.names[row]
-            num_cached = sources.max_blocks - int(missing[row])
+            num_cached = most - int(missing[row])
             fetch = best_fetch(name, self._table.by_name[name], prompt, num_cached, sources, prices)
             if fetch is not None:
                 fetches[row] = fetch
