@@ -144,7 +144,7 @@ class BlockPool:
             self.num_released += 1
             if block.block_hash is None:
                 self._num_spared.pop(block.block_id, None)
-                self._free.append(block.block_id)
+                self._free.appendleft(block.block_id)
             else:
                 self._cached[block.block_id] = None
 
@@ -152,7 +152,7 @@ class BlockPool:
         """Move a cached block, whose content is no longer published, to the free blocks."""
         del self._cached[block.block_id]
         self._num_spared.pop(block.block_id, None)
-        self._free.append(block.block_id)
+        self._free.appendleft(block.block_id)
 
     def expire(self, block: Block) -> None:
         """Make a block the one that is evicted next, if it is a cached one."""
