@@ -9,7 +9,7 @@
 #include "runtime/threads.h"
 #include "runtime/vector.h"
 
-enum { CHANNELS_PER_PART = 256, MAX_WIDTH = 16, USUAL_WIDTH = 4, FLOATS_PER_LINE = 16 };
+enum { CHANNELS_PER_PART = 256, MAX_WIDTH = 16, USUAL_WIDTH = 4, FLOATS_PER_LINE = 16, TOKENS_AHEAD = 4 };
 
 /* A block of channels of one sequence. */
 typedef struct {
@@ -46,7 +46,8 @@ static void write_state(const conv_part *part, int64_t slot, int64_t oldest) {
         memcpy(state_row(part, slot, row), part->past[(oldest + row) % width], (size_t)part->count * sizeof(float));
 }
 
-/* Replaces a token's inputs by its outputs, and the oldest of the past ones by the token's. */
+/* Replaces a token's inputs by its outputs, and the oldest of the past ones by the token's. The inputs of a later token
+ * are prefetched meanwhile: the processor cannot predict rows that are pages apart. */
 INLINE void convolve(const conv_part *part, int64_t token, int64_t oldest, const int width) {
     const pagoda_conv_call *call = part->call;
     const float *weight = call->weight + part->channel, *bias = call->bias ? call->bias + part->channel : NULL;
@@ -56,7 +57,9 @@ INLINE void convolve(const conv_part *part, int64_t token, int64_t oldest, const
         oldest = row_after(oldest, width);
     }
     float *newest = part->past[oldest], *own = call->inputs + token * call->stride + part->channel;
+    const float *later = own + min(TOKENS_AHEAD, part->sequence.end - 1 - token) * call->stride;
     for (int64_t i = 0; i < part->count; i += LANES) {
+        __builtin_prefetch(later + i, 1, 3);
         const int64_t count = part->count - i;
         const f32x16 input = load_some(own, false, i, count);
         f32x16 sum = bias ? load_some(bias, false, i, count) : (f32x16){0};
