@@ -58,8 +58,8 @@ class _Tile:
 
 
 # The first that has room for all rows is taken, or the last. They fit into the 99 KB of GPUs for consumers.
-_TILES = (_Tile(16, 64, 4, 5, 512), _Tile(64, 128, 4, 4, 256), _Tile(128, 128, 8, 3))
-_INVARIANT_TILE = _Tile(64, 128, 4, 4)  # for any number of rows, where a row is to have the same bits in any batch
+_TILES = (_Tile(16, 64, 4, 5, 256), _Tile(64, 64, 4, 4, 256), _Tile(128, 64, 8, 4))
+_INVARIANT_TILE = _Tile(64, 128, 8, 4)  # for any number of rows, where a row is to have the same bits in any batch
 _ROWS_OF_TILES = 64  # for more rows cuBLAS multiplies
 
 
