@@ -60,7 +60,7 @@ _SOME_ROWS_ROUNDED = _Tile(64, 128, 8, 3, num_programs=256, is_rounded=True)
 _MANY_ROWS = _Tile(128, 128, 8, 3, num_programs=192, is_rounded=True)
 _ANY_ROWS = _Tile(64, 64, 4, 4)  # where a row is to have the same bits in any batch
 # With float32 ptxas spills a few registers, so as to run more programs at a time, unless it is told how many there are.
-_FLOAT32 = _Tile(16, 64, 8, 2, num_programs=256, max_registers=224)
+_FLOAT32 = _Tile(16, 64, 8, 2, num_programs=256, max_registers=240)
 _MOST_PARTS = 8  # of a sum
 _INPUTS_OF_A_PART = 256  # at least
 _SUMMED = 1024  # outputs of a program that adds up parts
