@@ -2,7 +2,7 @@
 
 A block holds the K and V of ``block_size`` tokens for all layers. It is in exactly one of three states:
 
-    free          no sequence uses it, and it holds nothing of value         -> ``_free``
+    free          no sequence uses it, and it holds nothing of value         -> ``_free``, the last one freed first
     free, cached  no sequence uses it, but its prefix can still be hit       -> ``_cached``, least recently used first
     used          the block tables of ``ref_count`` sequences list it
 
@@ -77,6 +77,7 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.num_released = 0
+        # In front are those that were freed last: memory that nothing has touched yet costs its page faults first.
         self._free = deque(range(num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._num_spared: dict[int, int] = {}  # of cached and used blocks: how often each was spared

@@ -114,3 +114,11 @@ def test_a_mark_belongs_to_the_content() -> None:
     assert second.retention == 2
     second.forget_content()
     assert second.retention == 0
+
+
+def test_the_block_that_was_freed_last_is_the_first_to_be_used_again() -> None:
+    pool = BlockPool(4)
+    first, second = pool.take(), pool.take()
+    pool.release(first)
+    pool.release(second)
+    assert [pool.take() for _ in range(3)] == [second, first, pool.blocks[2]]

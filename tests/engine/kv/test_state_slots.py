@@ -217,6 +217,22 @@ def two_that_share(num_slots: int = 12) -> tuple[StateSlots, list[Block], Sequen
     return states, blocks, first, second
 
 
+def test_a_snapshot_moves_with_an_answer_between_slots_that_were_used_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of a pool is the process's once it is touched, which takes longer than a copy."""
+    engine, _ = make(num_slots=12, max_num_seqs=1)
+    taken, take = list[int](), StateSlots._take
+
+    def record(states: StateSlots) -> Block:
+        slot = take(states)
+        taken.append(slot.block_id)
+        return slot
+
+    monkeypatch.setattr(StateSlots, "_take", record)
+    ask(engine, "long", list(range(6)), max_tokens=40)
+    assert len(taken) > 8
+    assert len(set(taken)) <= 4
+
+
 def test_a_snapshot_that_another_answer_shares_stays_where_it_is() -> None:
     """As of two answers to one prompt, one ends and the other continues."""
     states, blocks, first, second = two_that_share()
