@@ -32,6 +32,10 @@ class AttentionInputs:
     there is one KV head, and a value is the beginning of its key: the same memory, which is to be read once. With
     `topk_slots` a query sees only the keys in these slots, which are at positions up to its own; see indexer.py. With
     `fp8` the cache is FP8 of keys and values, divided by scales: see kernels/cache/fp8.py.
+
+    Where a backend `expands_latents`, prefills may read keys and values that were computed from latents. The heads of
+    such keys share their last elements, which are in `rope_cache`, and `key_cache` has the others. It and `value_cache`
+    are parts of one tensor, so that their strides are equal.
     """
 
     query: torch.Tensor  # [num_tokens, num_heads, head_dim], packed: see AttentionMetadata
@@ -45,6 +49,7 @@ class AttentionInputs:
     topk_slots: torch.Tensor | None = None  # int32 [num_tokens, at most top_k], by position, then -1; of latents
     key_scale: float = 1.0  # of a cache in FP8: what a stored key is multiplied by
     value_scale: float = 1.0
+    rope_cache: torch.Tensor | None = None  # [num_blocks, block_size, 1, rope_dim], of expanded latents
 
     @property
     def block_size(self) -> int:
@@ -114,6 +119,7 @@ class AttentionBackend(ABC):
         default_block_size: tokens.
         uses_cpu_kernels: whether the model's layers run in the C kernels of kernels/cpu too.
         captures_chunks: whether a CUDA graph may hold a step with sequences of several tokens, and padding among them.
+        expands_latents: whether it computes prefills with a `rope_cache`.
         why_chosen: why `select_backend` chose it, and why faster backends cannot run.
     """
 
@@ -121,6 +127,7 @@ class AttentionBackend(ABC):
     default_block_size: ClassVar[int]
     uses_cpu_kernels: ClassVar[bool] = False
     captures_chunks: ClassVar[bool] = False
+    expands_latents: ClassVar[bool] = False
     why_chosen: str = ""
 
     @classmethod

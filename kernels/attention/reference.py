@@ -31,6 +31,9 @@ def attention(inputs: AttentionInputs) -> torch.Tensor:
         if inputs.topk_slots is not None:
             visible &= (rows[None, :, None] == inputs.topk_slots[start:end, None, :]).any(dim=-1)
         keys = inputs.key_cache.flatten(0, 1)[rows].double() * inputs.key_scale
+        if inputs.rope_cache is not None:
+            shared = inputs.rope_cache.flatten(0, 1)[rows].double()
+            keys = torch.cat((keys, shared.expand(-1, keys.shape[1], -1)), dim=-1)
         values = inputs.value_cache.flatten(0, 1)[rows].double() * inputs.value_scale
         output[start:end] = _attend(inputs, inputs.query[start:end], keys, values, visible).to(output.dtype)
     return output

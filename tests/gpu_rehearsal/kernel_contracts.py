@@ -196,7 +196,9 @@ def _check_attention(
     query, cache = call.query, call.key_cache
     num_tokens, num_heads, _ = query.shape
     num_blocks, block_size, *_ = cache.shape
-    if call.ROPE_DIM:
+    if getattr(call, "rope_cache", None) is not None:
+        _check_expanded(call, grid)
+    elif call.ROPE_DIM:
         _check_latents(call, grid)
     else:
         _check_keys_and_values(call, grid)
@@ -251,6 +253,23 @@ def _check_latents(call: Any, grid: tuple[int, ...]) -> None:
     require(max(16, call.ROPE_DIM) <= call.ROPE_PADDED, f"ROPE_PADDED {call.ROPE_PADDED} is too small")
 
 
+def _check_expanded(call: Any, grid: tuple[int, ...]) -> None:
+    """Check keys and values of expanded latents: both of a head beside each other, and the keys' rest in its cache."""
+    num_blocks, block_size, num_kv_heads, _ = call.key_cache.shape
+    widths = {"key_cache": (num_kv_heads, call.HEAD_DIM), "value_cache": (num_kv_heads, call.VALUE_DIM)}
+    for name, width in (widths | {"rope_cache": (1, call.ROPE_DIM)}).items():
+        cache = getattr(call, name)
+        require_tensor(name, cache, call.query.dtype, num_blocks, block_size, *width)
+        require(cache.stride(3) == 1, f"{name} is not contiguous in its last dimension")
+        require(cache.stride(0) == block_size * cache.stride(1), f"the slots of {name} are not equally far apart")
+    require(call.value_cache.stride() == call.key_cache.stride(), "the values do not have the strides of the keys")
+    require(call.kv_head_stride == call.key_cache.stride(2), "not the stride of the cache's heads")
+    require(call.rope_stride == call.rope_cache.stride(1), "not the stride of rope_cache's slots")
+    require(grid[1] == num_kv_heads, f"the grid {grid} does not have a program for each KV head")
+    require(call.HEAD_DIM + call.ROPE_DIM == call.query.shape[2], "the queries do not have the keys' elements")
+    require(max(16, call.ROPE_DIM) <= call.ROPE_PADDED, f"ROPE_PADDED {call.ROPE_PADDED} is too small")
+
+
 def _attended(call: Any, metadata: AttentionMetadata) -> torch.Tensor:
     batch = AttentionMetadata(
         **{name: plain(getattr(metadata, name)) for name in ("slot_mapping", "cu_seqlens_q", "seq_lens")},
@@ -264,6 +283,9 @@ def _attended(call: Any, metadata: AttentionMetadata) -> torch.Tensor:
         tensors[1:] = [tensor.view(FP8) for tensor in tensors[1:]]
     sinks = None if call.sinks is None else plain(call.sinks)
     inputs = AttentionInputs(*tensors, batch, call.scale, _window(call), call.softcap, sinks)
+    rope_cache = getattr(call, "rope_cache", None)
+    if rope_cache is not None:
+        inputs = replace(inputs, rope_cache=plain(rope_cache))
     return attention_reference.attention(replace(inputs, value_scale=call.value_scale or 1.0))
 
 
@@ -280,6 +302,8 @@ def prefill(call: Any, grid: tuple[int, ...]) -> Compute:
     metadata = _check_attention(call, grid, call.cu_seqlens_q, call.first_token)
     _check_output(call)
     require(call.num_seqs == metadata.num_seqs, f"num_seqs {call.num_seqs} is not {metadata.num_seqs}")
+    require(max(16, call.VALUE_DIM) <= call.VALUE_PADDED, f"VALUE_PADDED {call.VALUE_PADDED} is too small")
+    require(call.value_cache.shape[3] in (call.VALUE_DIM, call.VALUE_DIM // 2), "VALUE_DIM is not that of the values")
     queries = call.ROWS // call.GROUP_SIZE
     bounds = plain(call.cu_seqlens_q).tolist()
     tiles = [start // queries + i - (start - end) // queries for i, (start, end) in enumerate(pairwise(bounds))]
@@ -367,7 +391,8 @@ def _check_output(call: Any) -> None:
     require(call.output.stride(2) == 1, "output is not contiguous in its last dimension")
     require((call.output_token_stride, call.output_head_stride) == call.output.stride()[:2], "not output's strides")
     if hasattr(call, "query"):
-        require_tensor("output", call.output, call.query.dtype, *call.query.shape[:2], call.HEAD_DIM)
+        value_dim = getattr(call, "VALUE_DIM", call.HEAD_DIM)
+        require_tensor("output", call.output, call.query.dtype, *call.query.shape[:2], value_dim)
 
 
 CONTRACTS: dict[str, Contract] = {

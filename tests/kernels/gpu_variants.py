@@ -111,6 +111,22 @@ def run_latents(*, dtype: torch.dtype, shape: tuple[int, int, int], block_size: 
             )
 
 
+def run_expanded(*, dtype: torch.dtype, shape: tuple[int, int, int], block_size: int, num_heads: int = 3) -> None:
+    """Launch what a prefill launches that expands latents."""
+    nope_dim, rope_dim, value_dim = shape
+    metadata = replace(one_sequence(2, 2, block_size=block_size, device=CPU).metadata, num_decodes=0)
+    cache = torch.zeros(1, block_size, num_heads, nope_dim + value_dim, dtype=dtype)
+    inputs = AttentionInputs(
+        torch.zeros(2, num_heads, nope_dim + rope_dim, dtype=dtype),
+        cache[..., :nope_dim],
+        cache[..., nope_dim:],
+        metadata,
+        0.1,
+        rope_cache=torch.zeros(1, block_size, 1, 512 + rope_dim, dtype=dtype)[..., 512:],
+    )
+    TritonBackend().forward(inputs)
+
+
 def _run_linear(*, dtype: torch.dtype, num_rows: int, num_inputs: int, num_outputs: int, has_bias: bool) -> None:
     weight = torch.zeros(num_outputs, num_inputs, dtype=dtype)
     bias = weight[:, 0].contiguous() if has_bias else None
@@ -187,6 +203,12 @@ _LATENTS = (  # rank, elements that are rotated, query heads
     (256, 32, 5),  # on eight GPUs
     (256, 64, 32),  # Mistral 4
 )
+_EXPANDED = (  # elements of a key of its own, those that heads share, and those of a value
+    (128, 64, 128),  # DeepSeek V3, Kimi K2, Youtu
+    (192, 64, 256),  # GLM-4.7-Flash
+    (64, 32, 64),  # MiniCPM3
+    (64, 64, 128),  # Mistral 4
+)
 VARIANTS = {
     "attention": _Kernels(
         run_attention,
@@ -207,6 +229,10 @@ VARIANTS = {
     "latents": _Kernels(
         run_latents,
         {"shape": _LATENTS, "dtype": DTYPES, "block_size": (16, 256)},
+    ),
+    "expanded": _Kernels(
+        run_expanded,
+        {"shape": _EXPANDED, "dtype": DTYPES, "block_size": (16, 256)},
     ),
     "layers": _Kernels(_run_layers, {"model": tuple(MODELS), "dtype": DTYPES}),
     "recurrent": _Kernels(_run_recurrent, {"model": tuple(RECURRENT_MODELS), "dtype": DTYPES}),

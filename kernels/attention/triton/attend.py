@@ -9,7 +9,8 @@ that share a KV head are packed into the rows of one tile, so that a key is load
     query, head       0,0  0,1  1,0  1,1  2,0  2,1 ...
 
 A latent is a key whose beginning is its value too. It is loaded once, with the rest of the key apart; the tiles of
-query heads that share it are counted as KV heads, all of which begin where the slot does.
+query heads that share it are counted as KV heads, all of which begin where the slot does. Where latents are expanded
+to keys and values, all heads share only the rest of the key, which is in a cache of its own.
 
 A cache in FP8 is read as words of two neighbouring elements. Products and sums are then of the even elements and of the
 odd ones.
@@ -75,7 +76,7 @@ def add_sink(row_sum, row_max, sink):
 
 @triton.jit
 def _attend_to_tiles(
-    state,  # (unnormalised sum [ROWS, DIM_PADDED], row maxima [ROWS], row sums [ROWS]) of the keys before
+    state,  # (unnormalised sum [ROWS, VALUE_PADDED], row maxima [ROWS], row sums [ROWS]) of the keys before
     odd_output,  # with words, the sum of odd elements, while that in the state is of even ones; else nothing
     query,  # with words, of even elements
     odd_query,
@@ -85,7 +86,9 @@ def _attend_to_tiles(
     end_key,
     key_head,
     value_head,
+    rope_head,
     slot_stride,
+    rope_stride,
     block_table,
     scale,
     softcap,
@@ -94,6 +97,8 @@ def _attend_to_tiles(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
     ROPE_DIM: tl.constexpr,
     ROPE_PADDED: tl.constexpr,
     TILE: tl.constexpr,
@@ -101,7 +106,7 @@ def _attend_to_tiles(
 ):
     """Add the keys at positions [first_key, end_key) to the state, and return it.
 
-    HEAD_DIM and DIM_PADDED are of what is loaded: elements, or words.
+    HEAD_DIM and VALUE_DIM, and both as padded, are of what is loaded: elements, or words.
     """
     output, row_max, row_sum = state
     dim = tl.arange(0, DIM_PADDED)
@@ -123,8 +128,12 @@ def _attend_to_tiles(
         if rope_query is not None:
             rope_dim = tl.arange(0, ROPE_PADDED)
             rope_mask = (block >= 0)[:, None] & (rope_dim[None, :] < ROPE_DIM)
-            rope_offset = slot[:, None] * slot_stride + HEAD_DIM + rope_dim[None, :]
-            rope_keys = tl.load(key_head + rope_offset, mask=rope_mask, other=0.0)
+            if rope_head is None:
+                rope_offset = slot[:, None] * slot_stride + HEAD_DIM + rope_dim[None, :]
+                rope_keys = tl.load(key_head + rope_offset, mask=rope_mask, other=0.0)
+            else:
+                rope_offset = slot[:, None] * rope_stride + rope_dim[None, :]
+                rope_keys = tl.load(rope_head + rope_offset, mask=rope_mask, other=0.0)
             scores = tl.dot(rope_query, tl.trans(rope_keys), scores, input_precision="ieee")
         # The softmax is of scores * factor, which the exponents multiply by in one operation with the difference.
         factor = scale * _LOG2_E
@@ -147,8 +156,11 @@ def _attend_to_tiles(
         weights = tl.exp2(scores * factor - finite_max[:, None])
         rescale = tl.exp2(row_max - finite_max)
         values = keys
-        if rope_query is None:
-            values = tl.load(value_head + offset, mask=mask, other=0)
+        if rope_query is None or rope_head is not None:
+            value_dim = tl.arange(0, VALUE_PADDED)
+            value_mask = (block >= 0)[:, None] & (value_dim[None, :] < VALUE_DIM)
+            value_offset = slot[:, None] * slot_stride + value_dim[None, :]
+            values = tl.load(value_head + value_offset, mask=value_mask, other=0)
         row_sum = row_sum * rescale + tl.sum(weights, axis=1)
         output = output * rescale[:, None]
         if odd_query is not None:
@@ -163,14 +175,16 @@ def _attend_to_tiles(
 @triton.jit
 def attend_to_range(
     query,  # [ROWS, DIM_PADDED]
-    rope_query,  # [ROWS, ROPE_PADDED], of latents what multiplies the rest of a key; or None
+    rope_query,  # [ROWS, ROPE_PADDED], what multiplies the rest of a key; or None
     query_position,  # [ROWS]
     first_key,
     seen_end,  # up to there every query sees every key; not used with a window or chunks
     end_key,
     key_head,  # pointers to this KV head of slot 0, of elements or of uint16 words
     value_head,
+    rope_head,  # pointer to the rest of slot 0's key; None: of a latent, it follows its value
     slot_stride,
+    rope_stride,  # from a slot's rest to the next one's
     block_table,  # pointer to this sequence's row
     scale,  # positive
     softcap,  # or None
@@ -179,6 +193,8 @@ def attend_to_range(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
     ROPE_DIM: tl.constexpr,
     ROPE_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -192,13 +208,15 @@ def attend_to_range(
     PER_WORD: tl.constexpr = 2 if key_head.dtype.element_ty == tl.uint16 else 1
     LOADED: tl.constexpr = HEAD_DIM // PER_WORD
     LOADED_PADDED: tl.constexpr = DIM_PADDED // PER_WORD
+    VALUE_LOADED: tl.constexpr = VALUE_DIM // PER_WORD
+    VALUE_LOADED_PADDED: tl.constexpr = VALUE_PADDED // PER_WORD
     odd_query = None
     odd_output = tl.zeros([ROWS], dtype=tl.float32)  # Triton 3.6 returns no None among others
     if PER_WORD == 2:
         query, odd_query = tl.split(tl.reshape(query, (ROWS, LOADED_PADDED, 2)))
-        odd_output = tl.zeros([ROWS, LOADED_PADDED], dtype=tl.float32)
+        odd_output = tl.zeros([ROWS, VALUE_LOADED_PADDED], dtype=tl.float32)
     state = (
-        tl.zeros([ROWS, LOADED_PADDED], dtype=tl.float32),
+        tl.zeros([ROWS, VALUE_LOADED_PADDED], dtype=tl.float32),
         tl.full([ROWS], float("-inf"), dtype=tl.float32),
         tl.zeros([ROWS], dtype=tl.float32),
     )
@@ -215,7 +233,9 @@ def attend_to_range(
             masked_from,
             key_head,
             value_head,
+            rope_head,
             slot_stride,
+            rope_stride,
             block_table,
             scale,
             softcap,
@@ -224,6 +244,8 @@ def attend_to_range(
             BLOCK_SIZE,
             LOADED,
             LOADED_PADDED,
+            VALUE_LOADED,
+            VALUE_LOADED_PADDED,
             ROPE_DIM,
             ROPE_PADDED,
             TILE,
@@ -241,7 +263,9 @@ def attend_to_range(
         end_key,
         key_head,
         value_head,
+        rope_head,
         slot_stride,
+        rope_stride,
         block_table,
         scale,
         softcap,
@@ -250,6 +274,8 @@ def attend_to_range(
         BLOCK_SIZE,
         LOADED,
         LOADED_PADDED,
+        VALUE_LOADED,
+        VALUE_LOADED_PADDED,
         ROPE_DIM,
         ROPE_PADDED,
         TILE,
@@ -257,5 +283,5 @@ def attend_to_range(
     )
     if PER_WORD == 2:
         output, row_max, row_sum = state
-        state = (tl.reshape(tl.join(output, odd_output), (ROWS, DIM_PADDED)), row_max, row_sum)
+        state = (tl.reshape(tl.join(output, odd_output), (ROWS, VALUE_PADDED)), row_max, row_sum)
     return state

@@ -50,6 +50,7 @@ class TritonBackend(AttentionBackend):
     name: ClassVar[str] = "triton"
     default_block_size: ClassVar[int] = 16
     captures_chunks: ClassVar[bool] = True
+    expands_latents: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self._plans: StepCache[tuple[Window | None, int, int], _SplitPlan] = StepCache()
@@ -72,8 +73,7 @@ class TritonBackend(AttentionBackend):
     def forward(self, inputs: AttentionInputs) -> torch.Tensor:
         if inputs.topk_slots is not None:
             return sparse_attention_triton(inputs)
-        assert inputs.key_cache.is_contiguous()
-        assert inputs.has_latents or inputs.value_cache.is_contiguous()
+        _check_caches(inputs)
         assert inputs.sinks is None or inputs.sinks.is_contiguous()
         if inputs.query.stride(-1) != 1:
             inputs = replace(inputs, query=inputs.query.contiguous())
@@ -95,7 +95,21 @@ class TritonBackend(AttentionBackend):
         return [(1, longest), (2, 2)] if longest > 1 else [(1, longest)]
 
 
+def _check_caches(inputs: AttentionInputs) -> None:
+    if inputs.rope_cache is None:
+        assert inputs.key_cache.is_contiguous()
+        assert inputs.has_latents or inputs.value_cache.is_contiguous()
+    else:
+        assert inputs.metadata.num_decodes == 0
+        assert inputs.key_cache.stride() == inputs.value_cache.stride()
+        assert inputs.key_cache.stride(0) == inputs.block_size * inputs.key_cache.stride(1)
+        assert inputs.rope_cache.stride(0) == inputs.block_size * inputs.rope_cache.stride(1)
+        assert inputs.key_cache.stride(3) == inputs.rope_cache.stride(3) == 1
+
+
 def _layer_shape(inputs: AttentionInputs) -> LayerShape:
+    if inputs.rope_cache is not None:
+        return _shape_of_expanded(inputs, inputs.rope_cache.shape[3])
     heads = heads_per_tile(inputs.num_heads) if inputs.has_latents else inputs.group_size
     return shape_of(
         heads,
@@ -105,6 +119,18 @@ def _layer_shape(inputs: AttentionInputs) -> LayerShape:
         inputs.window,
         inputs.head_dim - inputs.value_dim if inputs.has_latents else 0,
         inputs.is_fp8,
+    )
+
+
+def _shape_of_expanded(inputs: AttentionInputs, rope_dim: int) -> LayerShape:
+    return shape_of(
+        inputs.group_size,
+        inputs.num_kv_heads,
+        inputs.head_dim - rope_dim,
+        inputs.query.element_size(),
+        inputs.window,
+        rope_dim,
+        value_dim=inputs.value_dim,
     )
 
 
@@ -235,7 +261,7 @@ def _launch_prefills(output: torch.Tensor, inputs: AttentionInputs, layer: Layer
     query, key_cache, metadata = inputs.query, inputs.key_cache, inputs.metadata
     first = metadata.num_decodes
     num_seqs = metadata.num_seqs - first
-    rows = layer.prefill_rows
+    rows, rope_cache = layer.prefill_rows, inputs.rope_cache
     queries_per_tile = rows // layer.group_size
     max_tiles = query.shape[0] // queries_per_tile - first // queries_per_tile + num_seqs
     prefill_kernel[(max_tiles, layer.num_kv_heads)](
@@ -243,6 +269,7 @@ def _launch_prefills(output: torch.Tensor, inputs: AttentionInputs, layer: Layer
         query,
         key_cache,
         inputs.value_cache,
+        rope_cache,
         metadata.cu_seqlens_q[first:],
         metadata.seq_lens[first:],
         metadata.block_tables[first:],
@@ -255,9 +282,12 @@ def _launch_prefills(output: torch.Tensor, inputs: AttentionInputs, layer: Layer
         *query.stride()[:2],
         *output.stride()[:2],
         *_cache_strides(inputs),
+        0 if rope_cache is None else rope_cache.stride(1),
         metadata.block_tables.stride(0),
         **_tile_constants(inputs, layer),
         **_window_constants(layer),
+        VALUE_DIM=layer.value_dim or layer.head_dim,
+        VALUE_PADDED=layer.value_padded,
         TILE=layer.keys_per_tile,
         ROWS=rows,
         TWO_LOOPS=layer.has_small_heads and layer.window is None,

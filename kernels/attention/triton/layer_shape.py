@@ -33,6 +33,8 @@ class LayerShape:
         rope_dim: of latents, elements of a key after those that are its value, which are ``head_dim``; 0: no layer has
             latents. With latents ``group_size`` query heads are a tile, and ``num_kv_heads`` counts these tiles.
         is_fp8: whether keys and values are in FP8.
+        value_dim: of expanded latents, elements of a value; ``rope_dim`` are those of a key that all heads share, and
+            ``head_dim`` the others. 0: latents are not expanded.
     """
 
     group_size: int
@@ -42,6 +44,7 @@ class LayerShape:
     window: Window | None
     rope_dim: int = 0
     is_fp8: bool = False
+    value_dim: int = 0
 
     @cached_property
     def rope_padded(self) -> int:
@@ -53,10 +56,19 @@ class LayerShape:
         """Elements of a head, padded to a dimension that tl.dot takes; of FP8 it takes half of them at a time."""
         return max(2 * _MIN_DOT if self.is_fp8 else _MIN_DOT, _next_power_of_2(self.head_dim))
 
+    @cached_property
+    def value_padded(self) -> int:
+        """Elements of a head's value, padded likewise."""
+        return max(_MIN_DOT, _next_power_of_2(self.value_dim)) if self.value_dim else self.dim_padded
+
+    @property
+    def _widest(self) -> int:
+        return max(self.dim_padded, self.value_padded)
+
     @property
     def key_bytes(self) -> int:
-        """Bytes of a key of one head, padded, as it is loaded; of float32 queries, as it is decoded to registers."""
-        return self.dim_padded * (1 if self.is_fp8 and self.element_size == 2 else self.element_size)
+        """Bytes of a key or value of one head, padded, as loaded; of float32 queries, as decoded to registers."""
+        return self._widest * (1 if self.is_fp8 and self.element_size == 2 else self.element_size)
 
     @cached_property
     def keys_per_tile(self) -> int:
@@ -96,22 +108,24 @@ class LayerShape:
         needs_fewest = self.group_size == 2 or self.group_size & (self.group_size - 1) > 0
         if self.dim_padded > 256 and (needs_fewest if self.rope_dim else self.element_size == 4):
             return self.decode_rows  # with more, ptxas spills registers for sm_100
+        if self.element_size == 4 and self.value_dim and self._widest > 128:
+            return self.decode_rows  # with more, ptxas spills registers
         # Products of float32, without tensor cores, need the most registers, and so do long latents, and long heads in
         # FP8.
         needs_most = self.element_size == 4 or ((self.rope_dim > 0 or self.is_fp8) and self.dim_padded > 256)
-        largest = 32 if needs_most else _MAX_ROWS if self.dim_padded <= 128 else 64
+        largest = 32 if needs_most else _MAX_ROWS if self._widest <= 128 else 64
         return max(self.decode_rows, largest)
 
     @cached_property
     def prefill_warps(self) -> int:
         """Warps of a program with several queries: 8 where 4 would spill registers, as `compile_for_gpu` shows."""
-        needs_more = self.prefill_rows >= _MAX_ROWS or self.element_size == 4 or self.dim_padded > 128
+        needs_more = self.prefill_rows >= _MAX_ROWS or self.element_size == 4 or self._widest > 128
         return 8 if needs_more else 4
 
     @cached_property
     def has_small_heads(self) -> bool:
         """Whether registers suffice for all that makes prefills faster, as `compile_for_gpu` shows."""
-        return self.element_size == 2 and self.dim_padded <= 128 and not self.rope_dim
+        return self.element_size == 2 and self._widest <= 128 and (not self.rope_dim or self.value_dim > 0)
 
     @cached_property
     def prefill_stages(self) -> int:

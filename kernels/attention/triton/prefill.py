@@ -41,6 +41,7 @@ def prefill_kernel(
     query,
     key_cache,  # of FP8 as uint16 words of two elements, as value_cache
     value_cache,
+    rope_cache,  # of the rest of keys that all heads share; None: there is none, or it follows the value of a latent
     cu_seqlens_q,
     seq_lens,
     block_tables,
@@ -56,6 +57,7 @@ def prefill_kernel(
     output_head_stride,
     slot_stride,  # in elements or words
     kv_head_stride,
+    rope_stride,  # elements from a slot of rope_cache to the next one
     table_stride,
     GROUP_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
@@ -63,7 +65,9 @@ def prefill_kernel(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
-    ROPE_DIM: tl.constexpr,  # of latents; 0: there are keys and values
+    VALUE_DIM: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
+    ROPE_DIM: tl.constexpr,  # elements of a key that are apart from the others; 0: there are none
     ROPE_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
@@ -112,7 +116,9 @@ def prefill_kernel(
             end_key,
             key_cache + kv_head * kv_head_stride,
             value_cache + kv_head * kv_head_stride,
+            rope_cache,
             slot_stride,
+            rope_stride,
             block_tables + sequence.to(tl.int64) * table_stride,
             scale,
             softcap,
@@ -121,6 +127,8 @@ def prefill_kernel(
             BLOCK_SIZE,
             HEAD_DIM,
             DIM_PADDED,
+            VALUE_DIM,
+            VALUE_PADDED,
             ROPE_DIM,
             ROPE_PADDED,
             ROWS,
@@ -131,7 +139,8 @@ def prefill_kernel(
         query_index = first_query + row // GROUP_SIZE
         # Reloaded too: kept throughout the loop, it makes ptxas spill in some variants for sm_100.
         query_len = tl.load(cu_seqlens_q + sequence + 1, volatile=True) - first_row
-        mask = ((row < QUERIES_PER_TILE * GROUP_SIZE) & (query_index < query_len))[:, None] & (dim[None, :] < HEAD_DIM)
+        dim = tl.arange(0, VALUE_PADDED)
+        mask = ((row < QUERIES_PER_TILE * GROUP_SIZE) & (query_index < query_len))[:, None] & (dim[None, :] < VALUE_DIM)
         if sinks is not None:
             row_sum = add_sink(row_sum, row_max, tl.load(sinks + first_head + row % GROUP_SIZE))
         attended = attended / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]  # a padding sequence has no keys

@@ -139,6 +139,26 @@ def with_latents(batch: Batch, value_dim: int) -> Batch:
     return replace(batch, value_cache=batch.key_cache[..., :value_dim])
 
 
+def expanded(batch: Batch, key_dim: int, value_dim: int) -> AttentionInputs:
+    """Return inputs with keys and values as expanded latents have them.
+
+    Args:
+        batch: whose keys have the elements of a key and a value of its head, and then those that all heads share.
+        key_dim: elements of a head's own key.
+        value_dim: those of its value, which follow.
+    """
+    own, rest = batch.key_cache[..., : key_dim + value_dim].contiguous(), batch.key_cache[..., key_dim + value_dim :]
+    rope_cache = torch.nn.functional.pad(rest[..., :1, :], (24, 0))[..., 24:]  # after a latent
+    return AttentionInputs(
+        batch.query[..., value_dim:],  # after what completes a query of latents
+        own[..., :key_dim],
+        own[..., key_dim:],
+        batch.metadata,
+        batch.scale,
+        rope_cache=rope_cache,
+    )
+
+
 def with_padding_of_length_one(batch: Batch) -> Batch:
     """Return the same batch with the other kind of padding sequence: one token long, yet without a block."""
     return replace(batch, metadata=replace(batch.metadata, seq_lens=batch.metadata.seq_lens.clamp(min=1)))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from kernels.attention import reference
 from kernels.attention.window import Chunk, Window
 from tests.kernels.attention.paged_batches import (
     BATCHES,
@@ -18,6 +19,7 @@ from tests.kernels.attention.paged_batches import (
     Batch,
     Shape,
     assert_matches,
+    expanded,
     make_batch,
     with_latents,
     with_padding_of_length_one,
@@ -223,6 +225,29 @@ def test_latents(
     assert_matches(output, batch.expected())
     for index, own in ((0, slice(0, 1)), (3, slice(3, 12))):
         assert torch.equal(batch.one_sequence(index).run(backend), output[own]), "the batch changes bits"
+
+
+EXPANDED = {  # elements of a head's own key, of what all heads' keys share, and of a value; heads, tokens of a block
+    "DeepSeek V3": (128, 64, 128, 2, 16),
+    "GLM-4.7-Flash": (192, 64, 256, 1, 16),
+    "Mistral 4, odd blocks": (64, 64, 128, 3, 4),
+    "odd sizes": (20, 10, 36, 5, 16),
+    "odd sizes, short values": (36, 16, 20, 2, 256),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", EXPANDED.values(), ids=EXPANDED.keys())
+def test_expanded_latents(
+    backend: TritonBackend, kernel_device: torch.device, shape: tuple[int, int, int, int, int], dtype: torch.dtype
+) -> None:
+    """Prompts, and chunks after a prefix, around the size of a tile."""
+    key_dim, rope_dim, value_dim, num_heads, block_size = shape
+    width = key_dim + value_dim + rope_dim
+    lengths = [(140, 150), (17, 17), (2, 70)]
+    batch = make_batch(lengths, Shape(num_heads, num_heads, width, block_size, dtype), device=kernel_device)
+    inputs = expanded(batch, key_dim, value_dim)
+    assert_matches(backend.forward(inputs), reference.attention(inputs))
 
 
 @pytest.mark.parametrize("window", [1, 7, 16, Chunk(10), Chunk(16)])
