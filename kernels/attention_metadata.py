@@ -45,6 +45,9 @@ class AttentionMetadata:
     num_decodes: int  # the first sequences, with exactly one query each; those after them may have any number
     max_query_len: int
     max_seq_len: int
+    # (query_len, seq_len) of the sequences after the decodes, as the host knows them; empty where it does not: a CUDA
+    # graph is replayed with others.
+    host_lens: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_seqs(self) -> int:

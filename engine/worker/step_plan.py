@@ -111,6 +111,7 @@ class StepPlan:
             num_decodes=self.num_decodes,
             max_query_len=self.max_query_len,
             max_seq_len=self.max_seq_len,
+            host_lens=self._lengths_of_chunks(),
         )
         return ModelInput(
             token_ids=token_ids,
@@ -124,6 +125,10 @@ class StepPlan:
             prompt_logit_indices=prompt_logit_indices,
             recurrent=None if self.recurrent is None else self._recurrent_metadata(self.recurrent, cu_seqlens_q),
         )
+
+    def _lengths_of_chunks(self) -> tuple[tuple[int, int], ...]:
+        query_lens = np.diff(self.cu_seqlens_q[self.num_decodes :])
+        return tuple(zip(query_lens.tolist(), self.seq_lens[self.num_decodes :].tolist(), strict=True))
 
     def _recurrent_metadata(self, plan: RecurrentPlan, cu_seqlens: torch.Tensor) -> RecurrentMetadata:
         slots, starts, save_tokens, save_slots = to_device_together(plan, cu_seqlens.device)

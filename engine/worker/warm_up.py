@@ -8,6 +8,9 @@ from functools import partial
 import torch
 
 from engine.kv.kv_cache import KVCache
+from engine.models.config.model_config import ModelConfig
+from engine.models.config.model_shape import ModelShape
+from engine.models.decoder.expanded_latents import longest_expanded
 from engine.sampling.sampler import Sampler
 from engine.sampling.token_rows import bytes_of_histories
 from engine.worker.drafting.draft_decoder import DraftDecoder
@@ -61,6 +64,8 @@ class WarmUp:
         torch.cuda.reset_peak_memory_stats(shard.device)
         histories = self._memory_of_histories(len(model_input.logit_indices))
         cache = shard.make_cache()
+        if (step := self._largest_expansion(shard.model_config, shard.max_model_len)) is not None:
+            shard.forward(_with_windows(step, cache), cache)
         hidden = shard.forward(_with_windows(model_input, cache), cache)
         compute_logprobs = partial(sampler.warm_up_prompt_logprobs, max_logprobs=shard.config.max_logprobs)
         shard.compute_prompt_logits(hidden, model_input.prompt_logit_indices, compute_logprobs)
@@ -76,6 +81,21 @@ class WarmUp:
         token_ids = torch.full((1,), -1, device=shard.device)
         state_slots = token_ids.int() if shard.page_sizes.slot else None
         take_pending_tokens(token_ids, torch.zeros_like(token_ids), state_slots)
+
+    def _largest_expansion(self, model_config: ModelShape, max_model_len: int) -> ModelInput | None:
+        """Return the largest step of a model with its latents expanded; None for models without latents."""
+        shard = self._shard
+        if not isinstance(model_config, ModelConfig) or model_config.latent is None:
+            return None
+        longest = longest_expanded(model_config.latent, shard.block_size, shard.dtype.itemsize)
+        return largest_step(
+            shard.config,
+            max_model_len=min(max_model_len, longest),
+            block_size=shard.block_size,
+            num_prompt_logits=0,
+            device=shard.device,
+            expands_latents=True,
+        )
 
     def _memory_of_histories(self, num_sampled: int) -> torch.Tensor:
         """Return memory as large as the histories of the sequences that sample; rank 0 has them."""
@@ -93,7 +113,10 @@ class WarmUp:
             num_prompt_logits=0,
             device=shard.device,
         )
-        hidden = draft.forward(model_input, draft.part_of(shard.make_cache()))
+        part = draft.part_of(shard.make_cache())
+        if (step := self._largest_expansion(draft.shape, draft.max_len)) is not None:
+            draft.forward(step, part)
+        hidden = draft.forward(model_input, part)
         logits = draft.model.compute_logits(hidden, model_input.logit_indices)
         assert logits is not None
         Sampler(draft.shape.vocab_size, shard.device).warm_up_kernels(logits)

@@ -19,7 +19,13 @@ __all__ = ["largest_step", "one_sequence"]
 
 
 def largest_step(
-    config: EngineConfig, *, max_model_len: int, block_size: int, num_prompt_logits: int, device: torch.device
+    config: EngineConfig,
+    *,
+    max_model_len: int,
+    block_size: int,
+    num_prompt_logits: int,
+    device: torch.device,
+    expands_latents: bool = False,
 ) -> ModelInput:
     """Return a batch of ``max_num_batched_tokens`` prompt tokens, with as many logits as a step can ask for.
 
@@ -28,6 +34,8 @@ def largest_step(
 
     Args:
         num_prompt_logits: the largest number of prompt tokens whose logits are computed at once.
+        expands_latents: whether latents are expanded, which takes a workspace; else they are absorbed, which takes more
+            memory for queries.
     """
     num_tokens = config.tokens_per_step
     length = min(num_tokens, max_model_len)
@@ -41,6 +49,7 @@ def largest_step(
         max_seq_len=max_model_len,
         num_logits=num_logits,
         num_prompt_logits=min(num_prompt_logits, num_tokens),
+        knows_lengths=expands_latents,
     )
 
 
@@ -57,6 +66,7 @@ def _model_input(
     max_seq_len: int | None = None,
     num_logits: int = 0,
     num_prompt_logits: int = 0,
+    knows_lengths: bool = False,
 ) -> ModelInput:
     """Return a batch of sequences given as (query_len, seq_len); None as ``max_seq_len``: that of the longest one."""
     query_lens, seq_lens = [query_len for query_len, _ in lengths], [seq_len for _, seq_len in lengths]
@@ -77,6 +87,7 @@ def _model_input(
             num_decodes=leading_decodes(query_lens),
             max_query_len=max(query_lens),
             max_seq_len=max_seq_len,
+            host_lens=tuple(lengths[leading_decodes(query_lens) :]) if knows_lengths else (),
         ),
         logit_indices=torch.arange(num_logits, device=device),
         prompt_logit_indices=torch.arange(num_prompt_logits, device=device),

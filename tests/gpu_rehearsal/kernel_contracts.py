@@ -266,7 +266,7 @@ def _check_expanded(call: Any, grid: tuple[int, ...]) -> None:
     require(call.kv_head_stride == call.key_cache.stride(2), "not the stride of the cache's heads")
     require(call.rope_stride == call.rope_cache.stride(1), "not the stride of rope_cache's slots")
     require(grid[1] == num_kv_heads, f"the grid {grid} does not have a program for each KV head")
-    require(call.HEAD_DIM + call.ROPE_DIM == call.query.shape[2], "the queries do not have the keys' elements")
+    require(call.query.shape[2] == call.HEAD_DIM + call.ROPE_DIM, "the queries do not have the keys' elements")
     require(max(16, call.ROPE_DIM) <= call.ROPE_PADDED, f"ROPE_PADDED {call.ROPE_PADDED} is too small")
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
 from engine.models.config.model_config import ModelConfig
 from engine.models.config.shapes.latent import LatentShape
+from engine.models.decoder.expanded_latents import LatentPart, attend_expanded, parts_of
 from engine.models.decoder.forward_context import ForwardContext
 from engine.models.decoder.indexer import Indexer
 from engine.models.decoder.parallel_layers import RowParallelLinear
 from engine.models.decoder.query_growth import growth_factors
 from engine.models.tensor_parallel import TensorParallel
-from kernels.attention.base import AttentionInputs
+from kernels.attention.base import AttentionBackend, AttentionInputs
 from kernels.layer_ops.base import LatentCache, LayerOps, Rotation
 
 __all__ = ["LatentAttention"]
@@ -51,10 +54,15 @@ class HeadMatrices(nn.Module):
         keys = self._by_head[:, : self.nope_dim]
         torch.bmm(queries.transpose(0, 1), keys, out=output.transpose(0, 1))
 
-    def to_values(self, latents: torch.Tensor) -> torch.Tensor:
-        """Return the values of latents [num_tokens, num_heads, rank], [num_tokens, num_heads, value_dim]."""
+    def to_values(self, latents: torch.Tensor, output: torch.Tensor) -> None:
+        """Write the values of latents to ``output``.
+
+        Args:
+            latents: [num_tokens, num_heads, rank].
+            output: [num_tokens, num_heads, value_dim], any strides.
+        """
         values = self._by_head[:, self.nope_dim :]
-        return torch.bmm(latents.transpose(0, 1), values.transpose(1, 2)).transpose(0, 1)
+        torch.bmm(latents.transpose(0, 1), values.transpose(1, 2), out=output.transpose(0, 1))
 
     @property
     def _by_head(self) -> torch.Tensor:
@@ -104,7 +112,9 @@ class LatentAttention(nn.Module):
             factors = growth_factors(self.shape.query_growth, rotation.positions)
             by_head = by_head * factors.view(-1, 1, 1).to(by_head.dtype)
         query = hidden.new_empty(len(hidden), self.num_heads, latents.shape[2])
-        self.kv_b_proj.to_latents(by_head[..., : self.shape.nope_dim], query[..., : self.shape.rank])
+        parts = self._parts(context, latents)
+        for part in parts:
+            self._start_queries(part, by_head[part.tokens, :, : self.shape.nope_dim], query[part.tokens])
         # All latents of the step are written before any is read: sequences of one step may share a block it fills.
         cache = LatentCache(latents, metadata.slot_mapping)
         self.ops.rotate_and_store_latents(
@@ -113,6 +123,31 @@ class LatentAttention(nn.Module):
         keys = latents.unsqueeze(2)  # one KV head
         topk_slots = None if self.shape.index is None else context.choice.topk_slots
         inputs = AttentionInputs(query, keys, keys[..., : self.shape.rank], metadata, self.scale, topk_slots=topk_slots)
-        attended = self.kv_b_proj.to_values(context.backend.forward(inputs))
+        attended = hidden.new_empty(len(hidden), self.num_heads, self.shape.value_dim)
+        for part in parts:
+            self._attend(part, inputs, context.backend, attended)
         output: torch.Tensor = self.o_proj(attended.flatten(1))
         return output
+
+    def _parts(self, context: ForwardContext, latents: torch.Tensor) -> list[LatentPart]:
+        if context.backend.expands_latents:
+            return parts_of(context.metadata, self.shape, self.num_heads, latents)
+        return [LatentPart(slice(None), context.metadata)]
+
+    def _start_queries(self, part: LatentPart, by_head: torch.Tensor, query: torch.Tensor) -> None:
+        """Write what precedes the rotated elements of a part's queries."""
+        rank, nope_dim = self.shape.rank, self.shape.nope_dim
+        if part.block_ids is None:
+            self.kv_b_proj.to_latents(by_head, query[..., :rank])
+        else:
+            query[..., rank - nope_dim : rank] = by_head
+
+    def _attend(
+        self, part: LatentPart, layer: AttentionInputs, backend: AttentionBackend, attended: torch.Tensor
+    ) -> None:
+        if part.block_ids is not None:
+            attend_expanded(part, layer, self.kv_b_proj.weight, self.shape, backend, attended)
+            return
+        slots = None if layer.topk_slots is None else layer.topk_slots[part.tokens]
+        inputs = replace(layer, query=layer.query[part.tokens], metadata=part.metadata, topk_slots=slots)
+        self.kv_b_proj.to_values(backend.forward(inputs), attended[part.tokens])

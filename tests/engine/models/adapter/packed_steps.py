@@ -93,6 +93,7 @@ def _metadata(step: list[Chunk], num_sequences: int, num_blocks: int) -> Attenti
         num_decodes=leading_decodes(counts),
         max_query_len=max(counts),
         max_seq_len=max(stop for _, _, stop in step),
+        host_lens=tuple((stop - start, stop) for _, start, stop in step[leading_decodes(counts) :]),
     )
 
 
