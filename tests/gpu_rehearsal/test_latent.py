@@ -13,6 +13,9 @@ from benchmarks.gpu.parts.kernels import latent as check
 from benchmarks.gpu.sizes import TINY
 from benchmarks.gpu.timing.floors import Limits
 from engine.errors import ConfigError
+from engine.models.decoder import latent_attention
+from engine.models.decoder.expanded_latents import LatentPart
+from kernels.attention.base import AttentionInputs
 from kernels.attention.triton import indexer, sparse
 from kernels.attention_metadata import AttentionMetadata
 from tests.engine.models.decoder.latent.latent_families import LATENT_FAMILIES, save_latent_model
@@ -74,6 +77,61 @@ def test_answers_are_those_of_the_cpu(case: tuple[str, str, Any], gpu: Rehearsal
 @pytest.mark.parametrize("case", LATENT_FAMILIES, indirect=True)
 def test_answers_of_every_family(case: tuple[str, str, Any], options: dict[str, Any], gpu: Rehearsal) -> None:
     check_steps(gpu, *case[1:], options)
+
+
+# --- long prefills ---------------------------------------------------------------------------------------------------
+
+LONG = Scenario([PARAMS[name] for name in ("greedy", "drawn", "logprobs", "greedy")], [30, 150, 100, 75])
+LONG_OPTIONS: dict[str, Any] = {"max_num_batched_tokens": 256, **EAGER}
+AT_ONCE: dict[str, Any] = {"index_topk": 256}  # an indexer chooses all tokens
+EXPANDED = {"deepseek-v3": {}, "mistral-4": {}, "glm-5": AT_ONCE}
+
+
+@pytest.fixture
+def long_case(request: pytest.FixtureRequest, models: Models) -> tuple[str, Any]:
+    """Return a model's path and the CPU's answers to long prompts."""
+    path = models.path(request.param, **EXPANDED[request.param])
+    return path, models.expected(path, LONG)
+
+
+@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}], ids=["one rank", "two ranks"])
+@pytest.mark.parametrize("long_case", EXPANDED, indirect=True)
+def test_long_prefills_are_expanded(
+    long_case: tuple[str, Any], options: dict[str, Any], gpu: Rehearsal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From 71 queries on with these sizes; the second time with a part of each prompt from the cache."""
+    path, expected = long_case
+    batches: list[tuple[int, int]] = []  # sequences, heads
+    attend = latent_attention.attend_expanded
+
+    def watched(part: LatentPart, layer: AttentionInputs, *arguments: Any) -> None:
+        batches.append((part.metadata.num_seqs, layer.num_heads))
+        attend(part, layer, *arguments)
+
+    monkeypatch.setattr(latent_attention, "attend_expanded", watched)
+    llm = start(gpu, path, **LONG_OPTIONS, **options)
+    assert batches, "the warm-up has not measured an expanded step"
+    batches.clear()
+    seen = watch(llm.engine, gpu.machine)
+    assert answers(generate(llm, LONG)) == expected
+    assert len(batches) > 2
+    assert {heads for _, heads in batches} == {4 // options.get("tensor_parallel_size", 1)}
+    assert max(count for count, _ in batches) > 1
+    assert answers(generate(llm, LONG)) == expected
+    assert {"mixed", "decode"} <= set(seen.steps)
+    assert set(seen.waits) == {1}
+    gpu.machine.check()
+
+
+@pytest.mark.parametrize("long_case", ["deepseek-v3"], indirect=True)
+def test_graphs_hold_no_expanded_prefill(
+    long_case: tuple[str, Any], gpu: Rehearsal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, expected = long_case
+    llm = start(gpu, path, **(LONG_OPTIONS | GRAPHS | {"enforce_eager": False}))
+    monkeypatch.setattr(latent_attention, "attend_expanded", None)
+    assert answers(generate(llm, LONG)) == expected
+    assert gpu.machine.num_replays
 
 
 # --- launches --------------------------------------------------------------------------------------------------------
