@@ -26,11 +26,13 @@ class RecurrentShape:
 
 @dataclass(frozen=True)
 class LatentSizes:
-    """Sizes of sparse latent attention: of a rank's heads, of a token's latent, and of the indexer."""
+    """Sizes of latent attention: of a rank's heads, of a token's latent, of a head, and of the indexer."""
 
     num_heads: int
     rank: int
     rope_dim: int
+    nope_dim: int
+    value_dim: int
     index_heads: int
     index_dim: int
     top_k: int
@@ -42,8 +44,8 @@ QWEN3_MOE = ModelShape(2048, 8 * 768, 6, 32, 4, 128, 151936, 128, 8)  # 6 of the
 TINY_SHAPE = ModelShape(64, 128, 2, 4, 2, 16, 512)
 TINY_MOE = ModelShape(64, 2 * 48, 2, 4, 2, 16, 512, 6, 2)
 RECURRENT = RecurrentShape((8192, 4), (16, 32, 128, 128), (8, 64, 64, 128))  # of Qwen3-Next, and Nemotron 3 Nano's scan
-LATENT = LatentSizes(16, 512, 64, 64, 128, 2048)  # of DeepSeek V3.2, an eighth of its heads
-TINY_LATENT = LatentSizes(4, 32, 16, 8, 32, 16)
+LATENT = LatentSizes(16, 512, 64, 128, 128, 64, 128, 2048)  # of DeepSeek V3.2, an eighth of its heads
+TINY_LATENT = LatentSizes(4, 32, 16, 16, 16, 8, 32, 16)
 TINY_RECURRENT = RecurrentShape((40, 3), (2, 4, 16, 24), (2, 4, 12, 16))
 
 
@@ -82,6 +84,8 @@ class Sizes:
         recurrent: sizes of the recurrent layers that are checked and timed.
         recurrent_prefills: (prompts, tokens of each) that they are timed with.
         latent: sizes of the latent attention that is checked, and timed with ``timed_attention``.
+        checked_expansion: (queries, context) of a prefill that is computed absorbed and expanded.
+        timed_expansions: (heads, queries, context) of those that are timed.
     """
 
     models: dict[str, ModelShape]
@@ -106,6 +110,8 @@ class Sizes:
     recurrent: RecurrentShape
     recurrent_prefills: tuple[tuple[int, int], ...]
     latent: LatentSizes
+    checked_expansion: tuple[int, int]
+    timed_expansions: tuple[tuple[int, int, int], ...]
 
 
 FULL = Sizes(
@@ -131,6 +137,8 @@ FULL = Sizes(
     recurrent=RECURRENT,
     recurrent_prefills=((1, 8192), (16, 512)),
     latent=LATENT,
+    checked_expansion=(700, 1500),
+    timed_expansions=((16, 8192, 8192), (16, 8192, 32768), (128, 8192, 8192), (128, 8192, 32768)),
 )
 TINY = Sizes(
     models={"0.6b": TINY_SHAPE, "8b": TINY_SHAPE, "moe": TINY_MOE},
@@ -155,4 +163,6 @@ TINY = Sizes(
     recurrent=TINY_RECURRENT,
     recurrent_prefills=((1, 40), (2, 24)),
     latent=TINY_LATENT,
+    checked_expansion=(40, 60),
+    timed_expansions=((4, 40, 40), (3, 40, 60)),
 )

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.gpu.parts.kernels import expanded as expanded_check
 from benchmarks.gpu.parts.kernels import latent as check
 from benchmarks.gpu.sizes import TINY
 from benchmarks.gpu.timing.floors import Limits
@@ -94,8 +95,9 @@ def long_case(request: pytest.FixtureRequest, models: Models) -> tuple[str, Any]
     return path, models.expected(path, LONG)
 
 
-@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}], ids=["one rank", "two ranks"])
-@pytest.mark.parametrize("long_case", EXPANDED, indirect=True)
+@pytest.mark.parametrize(
+    ("long_case", "options"), [*((name, {}) for name in EXPANDED), ("deepseek-v3", TWO_RANKS)], indirect=["long_case"]
+)
 def test_long_prefills_are_expanded(
     long_case: tuple[str, Any], options: dict[str, Any], gpu: Rehearsal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,3 +273,19 @@ def test_the_part_of_the_check(gpu: Rehearsal, monkeypatch: pytest.MonkeyPatch) 
     check.run(part)
     assert not faults
     assert set(gpu.launches.counts) >= DENSE | SPARSE
+
+
+def test_the_part_that_compares_expanded_latents(gpu: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator, faults, figures = torch.Generator, list[str](), dict[str, Any]()
+    monkeypatch.setattr(torch, "Generator", lambda device=None: generator())
+    monkeypatch.setattr(expanded_check, "captured", lambda launch, device: launch)
+    monkeypatch.setattr(expanded_check, "median_seconds", lambda launch, device: launch() is None or 1.0)
+    part: Any = SimpleNamespace(
+        device=torch.device("cuda", 0), on_gpu=True, sizes=TINY, limits=Limits(copy_gb_s=1.0, bf16_tflop_s=1.0)
+    )
+    part.fault, part.record = faults.append, figures.__setitem__
+    expanded_check.run(part)
+    assert not faults
+    assert 0 < figures["error, torch.float32"] < 0.5
+    assert 0 < figures["error, torch.bfloat16"] < 1.0
+    assert len(figures["summary"]) == 4

@@ -132,6 +132,13 @@ def test_latent_attention_compiles_for_gpus(tmp_path: Path, capabilities: list[i
         assert set(compiled) == {*ATTENTION, "rotate_and_store_latents_kernel"}
 
 
+@pytest.mark.exhaustive("a minute of compilation; the latents that are not expanded are the same kernels")
+def test_expanded_latents_compile_for_gpus(tmp_path: Path, capabilities: list[int]) -> None:
+    part = ["few"] if len(capabilities) == 1 else []
+    for compiled in _compile(tmp_path, capabilities, "variants", *part, "expanded"):
+        assert set(compiled) == {"prefill_kernel"}
+
+
 def test_every_kernel_that_samples_compiles_for_gpus(tmp_path: Path, capabilities: list[int]) -> None:
     choices = {"best_of_tokens_kernel", "best_of_parts_kernel", "group_maxima_kernel", "truncated_draw_kernel"}
     sizes = VOCAB_SIZES[:1] if len(capabilities) == 1 else VOCAB_SIZES

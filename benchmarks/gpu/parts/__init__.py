@@ -62,6 +62,7 @@ FIGURES: tuple[Part, ...] = (
     _part("step_time_0.6b",       "engine.step_time:run",             20,  80, "checkpoint_0.6b", model="0.6b"),
     _part("step_time_8b",         "engine.step_time:run",             30,  80, "checkpoint_8b", model="8b"),
     _part("attention_speed",      "kernels.attention_speed:run",      26,  90, "limits"),
+    _part("expanded",             "kernels.expanded:run",             30, 100, "limits"),
     _part("checkpoint_moe",       "checkpoint:run",                    9,  60, model="moe"),
     _part("decode_moe",           "engine.decode:run",                20,  80, "limits checkpoint_moe", model="moe"),
     _part("options_0.6b",         "engine.options:run",               48, 100, "checkpoint_0.6b", model="0.6b"),
