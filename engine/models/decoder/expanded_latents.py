@@ -46,7 +46,7 @@ class LatentPart:
     block_ids: torch.Tensor | None = None
 
 
-_PARTS: StepCache[tuple[LatentShape, int, int, int], list[LatentPart]] = StepCache()
+_PARTS: StepCache[tuple[LatentShape, int, int], list[LatentPart]] = StepCache()
 
 
 def parts_of(
@@ -57,8 +57,13 @@ def parts_of(
     No launch depends on what only the device knows: steps that CUDA graphs replay with other lengths are absorbed.
     """
     block_size, itemsize = latents.shape[1], latents.element_size()
-    key = shape, num_heads, block_size, itemsize
-    return _PARTS.get(metadata, key, lambda: list(_divide(metadata, shape, num_heads, block_size, itemsize)))
+    longest = longest_expanded(shape, block_size, itemsize)
+    is_expanded = [_is_faster(shape, query_len) and seq_len <= longest for query_len, seq_len in metadata.host_lens]
+    if not any(is_expanded):
+        return [LatentPart(slice(None), metadata)]
+    room = WORKSPACE_BYTES // (itemsize * _elements(shape, num_heads))  # tokens whose heads are expanded all at once
+    key = shape, room, block_size
+    return _PARTS.get(metadata, key, lambda: list(_divide(metadata, is_expanded, room, block_size)))
 
 
 def longest_expanded(shape: LatentShape, block_size: int, itemsize: int) -> int:
@@ -90,20 +95,13 @@ def _is_faster(shape: LatentShape, query_len: int) -> bool:
 # --- the parts of a step ---------------------------------------------------------------------------------------------
 
 
-def _divide(
-    metadata: AttentionMetadata, shape: LatentShape, num_heads: int, block_size: int, itemsize: int
-) -> Iterator[LatentPart]:
+def _divide(metadata: AttentionMetadata, is_expanded: list[bool], room: int, block_size: int) -> Iterator[LatentPart]:
     lengths, num_decodes = metadata.host_lens, metadata.num_decodes
-    longest = longest_expanded(shape, block_size, itemsize)
     sizes = [0] * num_decodes  # tokens of the workspace; 0: a sequence is absorbed
-    for query_len, seq_len in lengths:
-        is_expanded = _is_faster(shape, query_len) and seq_len <= longest
-        sizes.append(_num_blocks(seq_len, block_size) * block_size if is_expanded else 0)
-    if not any(sizes):
-        yield LatentPart(slice(None), metadata)
-        return
+    for (_, seq_len), expands in zip(lengths, is_expanded, strict=True):
+        sizes.append(_num_blocks(seq_len, block_size) * block_size if expands else 0)
     bounds = [*range(num_decodes), *accumulate((query_len for query_len, _ in lengths), initial=num_decodes)]
-    for first, end in _runs(sizes, room=WORKSPACE_BYTES // (itemsize * _elements(shape, num_heads))):
+    for first, end in _runs(sizes, room):
         part = _own_part(metadata, first, end, bounds)
         yield (
             _in_workspace(part, lengths[first - num_decodes : end - num_decodes], block_size) if sizes[first] else part

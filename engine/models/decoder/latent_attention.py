@@ -70,7 +70,7 @@ class HeadMatrices(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention (DeepSeek-V2, 2024) with a single KV head: see ``LatentShape``.
+    """Multi-head latent attention (DeepSeek-V2, 2024): see ``LatentShape``, and expanded_latents.py for long prefills.
 
     Args:
         config: a rank's own share, ``ModelConfig.shard``: its heads, and the latents of all heads.

@@ -24,8 +24,9 @@ class LatentShape:
     """Multi-head latent attention (DeepSeek-V2, 2024).
 
     Of a token the cache keeps a latent and one rotated key for all heads. The keys and values of a head are products of
-    the latent with two matrices. They are never computed: the first matrix multiplies queries, the second the weighted
-    sum of latents, so that attention has a single KV head, whose values are the beginnings of its keys.
+    the latent with two matrices. Only long prefills on GPUs compute them. Elsewhere the first matrix multiplies
+    queries, the second the weighted sum of latents: attention has a single KV head, whose values are the beginnings of
+    its keys.
 
     Attributes:
         query_rank: numbers that queries are computed from; None: they are a projection of the layer's input.

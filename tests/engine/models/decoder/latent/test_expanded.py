@@ -5,6 +5,7 @@ The backend pretends to expand latents, and computes what expands from them as t
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -140,26 +141,25 @@ def test_a_fault_is_noticed(saved: Callable[[str], Saved], fault: str) -> None:
 # --- the parts of a step ---------------------------------------------------------------------------------------------
 
 
-def parts(lengths: list[tuple[int, int]], shape: LatentShape = DEEPSEEK, *, num_decodes: int = 0) -> list[LatentPart]:
-    """Divide a step of sequences that are given as (query_len, seq_len), of 16 heads in bfloat16."""
-    latents = torch.empty(1, 16, 576, dtype=torch.bfloat16)
+def step(lengths: list[tuple[int, int]], num_decodes: int = 0) -> AttentionMetadata:
+    """Return a step of sequences that are given as (query_len, seq_len)."""
     counts = torch.tensor([0, *(count for count, _ in lengths)])
     width = -(-max(end for _, end in lengths) // 16)
-    return parts_of(
-        AttentionMetadata(
-            slot_mapping=torch.arange(int(counts.sum())),
-            cu_seqlens_q=counts.cumsum(0).int(),
-            seq_lens=torch.tensor([end for _, end in lengths], dtype=torch.int32),
-            block_tables=torch.arange(len(lengths) * width, dtype=torch.int32).view(-1, width),
-            num_decodes=num_decodes,
-            max_query_len=max(count for count, _ in lengths),
-            max_seq_len=max(end for _, end in lengths),
-            host_lens=tuple(lengths[num_decodes:]),
-        ),
-        shape,
-        16,
-        latents,
+    return AttentionMetadata(
+        slot_mapping=torch.arange(int(counts.sum())),
+        cu_seqlens_q=counts.cumsum(0).int(),
+        seq_lens=torch.tensor([end for _, end in lengths], dtype=torch.int32),
+        block_tables=torch.arange(len(lengths) * width, dtype=torch.int32).view(-1, width),
+        num_decodes=num_decodes,
+        max_query_len=max(count for count, _ in lengths),
+        max_seq_len=max(end for _, end in lengths),
+        host_lens=tuple(lengths[num_decodes:]),
     )
+
+
+def divide(metadata: AttentionMetadata, shape: LatentShape = DEEPSEEK) -> list[LatentPart]:
+    """Divide a step, of 16 heads in bfloat16."""
+    return parts_of(metadata, shape, 16, torch.empty(1, 16, 576, dtype=torch.bfloat16))
 
 
 def kinds(of_step: list[LatentPart]) -> Iterator[tuple[bool, int]]:
@@ -170,13 +170,13 @@ def kinds(of_step: list[LatentPart]) -> Iterator[tuple[bool, int]]:
 
 def test_prefills_that_save_products_are_expanded() -> None:
     """171 queries of DeepSeek's sizes save more products of each key than its expansion costs."""
-    assert list(kinds(parts([(170, 4096)]))) == [(False, 1)]
-    assert list(kinds(parts([(171, 4096)]))) == [(True, 1)]
+    assert list(kinds(divide(step([(170, 4096)])))) == [(False, 1)]
+    assert list(kinds(divide(step([(171, 4096)])))) == [(True, 1)]
 
 
 def test_a_step_is_divided_into_runs() -> None:
     decodes, short, long = [(1, 900), (1, 30)], (20, 20), (300, 1000)
-    of_step = parts([*decodes, short, long, long, short, long], num_decodes=2)
+    of_step = divide(step([*decodes, short, long, long, short, long], num_decodes=2))
     assert list(kinds(of_step)) == [(False, 3), (True, 2), (False, 1), (True, 1)]
     assert [(part.tokens.start, part.tokens.stop) for part in of_step] == [(0, 22), (22, 622), (622, 642), (642, 942)]
     assert [part.metadata.num_decodes for part in of_step] == [2, 0, 0, 0]
@@ -188,24 +188,31 @@ def test_a_step_is_divided_into_runs() -> None:
 
 
 def test_sequences_are_expanded_together_while_all_heads_fit() -> None:
-    assert list(kinds(parts([(300, 9000)] * 7))) == [(True, 3), (True, 3), (True, 1)]
-    assert list(kinds(parts([(300, 40000), (300, 9000)]))) == [(True, 1), (True, 1)]
+    assert list(kinds(divide(step([(300, 9000)] * 7)))) == [(True, 3), (True, 3), (True, 1)]
+    assert list(kinds(divide(step([(300, 40000), (300, 9000)])))) == [(True, 1), (True, 1)]
 
 
 def test_a_context_that_does_not_fit_is_absorbed() -> None:
     longest = longest_expanded(DEEPSEEK, 16, 2)
     assert 161_000 < longest < 161_400
-    assert list(kinds(parts([(300, longest), (300, longest + 1)]))) == [(True, 1), (False, 1)]
+    assert list(kinds(divide(step([(300, longest), (300, longest + 1)])))) == [(True, 1), (False, 1)]
 
 
 def test_contexts_are_absorbed_whose_tokens_are_chosen() -> None:
     index = IndexShape(num_heads=64, head_dim=128, top_k=2048, layers=frozenset([0]), rotation="halves")
-    of_step = parts([(300, 2048), (300, 2049)], replace(DEEPSEEK, index=index))
+    of_step = divide(step([(300, 2048), (300, 2049)]), replace(DEEPSEEK, index=index))
     assert list(kinds(of_step)) == [(True, 1), (False, 1)]
 
 
+@pytest.mark.parametrize("query_len", [1, 300])
+def test_the_division_does_not_keep_a_step_alive(query_len: int) -> None:
+    batch = step([(query_len, 4096)])
+    divide(batch)
+    reference_to_it = weakref.ref(batch)
+    del batch
+    assert reference_to_it() is None
+
+
 def test_a_step_is_whole_whose_lengths_only_the_device_knows() -> None:
-    metadata = parts([(170, 4096)])[0].metadata
-    latents = torch.empty(1, 16, 576, dtype=torch.bfloat16)
-    (part,) = parts_of(replace(metadata, host_lens=()), DEEPSEEK, 16, latents)
+    (part,) = divide(replace(step([(300, 4096)]), host_lens=()))
     assert (part.tokens, part.block_ids) == (slice(None), None)
