@@ -14,7 +14,7 @@ from benchmarks.gpu.parts.kernels import latent as check
 from benchmarks.gpu.sizes import TINY
 from benchmarks.gpu.timing.floors import Limits
 from engine.errors import ConfigError
-from engine.models.decoder import latent_attention
+from engine.models.decoder import expanded_latents, latent_attention
 from engine.models.decoder.expanded_latents import LatentPart
 from kernels.attention.base import AttentionInputs
 from kernels.attention.triton import indexer, sparse
@@ -175,6 +175,9 @@ ATTENDED = "kernels.attention.triton.backend:TritonBackend.forward", "output = i
 SCORED = "kernels.attention.triton.indexer:_scores", "tile = _TILE"
 CHOSEN = "kernels.attention.triton.indexer:topk_slots_triton", "positions, sequences = _PLACES.get("
 READ = "kernels.attention.triton.sparse:sparse_attention_triton", "query, slots ="
+GATHERED = "engine.models.decoder.expanded_latents:attend_expanded", "gathered, rest = _gather("
+PLACED = "engine.models.decoder.expanded_latents:_in_workspace", "own = part.metadata.block_tables"
+LAUNCHED = "kernels.attention.triton.backend:_launch_prefills", "rows, rope_cache ="
 WAITS = "waits for the GPU|not permitted when stream is capturing"
 
 
@@ -232,6 +235,26 @@ def test_a_planted_fault_of_sparse_attention(
     monkeypatch.setattr("kernels.attention.triton.backend.sparse_attention_triton", sparse.sparse_attention_triton)
     with pytest.raises((ContractError, RehearsalError, ConfigError), match=problem):
         run(gpu, models.path("glm-5", num_hidden_layers=1))
+
+
+@pytest.mark.parametrize(
+    ("place", "fault", "problem"),
+    [
+        (GATHERED, "part.block_ids.max().item()", WAITS),
+        (GATHERED, "gathered = gathered[..., :-2]", "key_cache has shape"),
+        (PLACED, "tables += 10**6", "block_tables names a block outside"),
+        (PLACED, "tables = tables[:, :-1]", "has a block table for"),
+        (LAUNCHED, "rope_cache = rope_cache if rope_cache is None else rope_cache[..., :-2]", "rope_cache has shape"),
+    ],
+)
+def test_a_planted_fault_of_expanded_latents(
+    place: tuple[str, str], fault: str, problem: str, models: Models, gpu: Rehearsal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch, *place, fault)
+    monkeypatch.setattr(latent_attention, "attend_expanded", expanded_latents.attend_expanded)
+    with pytest.raises((ContractError, RehearsalError, ConfigError), match=problem):
+        generate(start(gpu, models.path("youtu", num_hidden_layers=1), **LONG_OPTIONS), LONG, max_tokens=2)
+        gpu.machine.check()
 
 
 def run(gpu: Rehearsal, path: str) -> None:

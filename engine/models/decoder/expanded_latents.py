@@ -170,21 +170,13 @@ def attend_expanded(
         weight: the matrices of the heads, as ``HeadMatrices`` has them.
         output: [num_tokens, num_heads, value_dim].
     """
-    assert part.block_ids is not None
-    latents = layer.key_cache.squeeze(2)  # [num_blocks, block_size, rank + rope_dim]
-    workspace = latents.new_empty(WORKSPACE_BYTES // latents.element_size())
-    num_tokens = len(part.block_ids) * layer.block_size
-    latent_elements, head_width = num_tokens * latents.shape[2], shape.nope_dim + shape.value_dim
-    gathered = workspace[:latent_elements].view(-1, *latents.shape[1:])
-    torch.index_select(latents, 0, part.block_ids, out=gathered)
-    most_heads = (len(workspace) - latent_elements) // (num_tokens * head_width)
+    gathered, rest = _gather(part, layer.key_cache.squeeze(2))
+    matrices = weight.view(layer.num_heads, shape.nope_dim + shape.value_dim, shape.rank)
+    most_heads = len(rest) // (gathered.shape[:2].numel() * matrices.shape[1])
     at_once = -(-layer.num_heads // -(-layer.num_heads // most_heads))  # groups of nearly equal size
     for first in range(0, layer.num_heads, at_once):
         heads = slice(first, min(first + at_once, layer.num_heads))
-        matrices = weight.view(layer.num_heads, head_width, -1)[heads].flatten(0, 1)
-        own = workspace[latent_elements:][: num_tokens * len(matrices)].view(num_tokens, len(matrices))
-        torch.mm(gathered.flatten(0, 1)[:, : shape.rank], matrices.T, out=own)
-        by_head = own.view(-1, layer.block_size, len(matrices) // head_width, head_width)
+        by_head = _expand(gathered, matrices[heads], rest)
         inputs = replace(
             layer,
             query=layer.query[part.tokens, heads, shape.rank - shape.nope_dim :],
@@ -195,3 +187,32 @@ def attend_expanded(
             topk_slots=None,
         )
         output[part.tokens, heads] = backend.forward(inputs)
+
+
+def _gather(part: LatentPart, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a part's blocks of ``latents`` in the workspace, and the rest of the workspace.
+
+    The workspace has always the same size, so that the warm-up measures the largest.
+    """
+    assert part.block_ids is not None
+    workspace = latents.new_empty(WORKSPACE_BYTES // latents.element_size())
+    size = (len(part.block_ids), *latents.shape[1:])
+    gathered, rest = workspace.tensor_split([len(part.block_ids) * latents[0].numel()])
+    return torch.index_select(latents, 0, part.block_ids, out=gathered.view(size)), rest
+
+
+def _expand(gathered: torch.Tensor, matrices: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+    """Return the keys and values of some heads, in ``rest``.
+
+    Args:
+        gathered: [num_blocks, block_size, rank + rope_dim].
+        matrices: [num_heads, nope_dim + value_dim, rank].
+
+    Returns:
+        [num_blocks, block_size, num_heads, nope_dim + value_dim].
+    """
+    num_heads, head_width, rank = matrices.shape
+    latents = gathered.flatten(0, 1)[:, :rank]
+    expanded = rest[: len(latents) * num_heads * head_width].view(len(latents), -1)
+    torch.mm(latents, matrices.flatten(0, 1).T, out=expanded)
+    return expanded.view(*gathered.shape[:2], num_heads, head_width)

@@ -20,7 +20,7 @@ from engine.models.config.shapes.latent import LatentShape
 from engine.models.decoder import expanded_latents, loader
 from engine.models.decoder.expanded_latents import LatentPart, longest_expanded, parts_of
 from kernels.attention import reference
-from kernels.attention.base import AttentionInputs
+from kernels.attention.base import AttentionBackend, AttentionInputs
 from kernels.attention.cpu_backend import CpuBackend
 from kernels.attention_metadata import AttentionMetadata
 from tests.engine.models.adapter.packed_steps import Chunk, packed_logits
@@ -75,7 +75,7 @@ def sequences() -> list[torch.Tensor]:
     return [torch.randint(3, 385, (length,), generator=generator) for length in LENGTHS]
 
 
-def error_of(model: Any, path: str, backend: ExpandingBackend) -> float:
+def error_of(model: Any, path: str, backend: AttentionBackend) -> float:
     with torch.inference_mode():
         expected = [model(tokens[None], use_cache=False).logits[0] for tokens in sequences()]
     return largest_difference(packed_logits(load(path), sequences(), steps=STEPS, backend=backend), expected)
@@ -102,6 +102,18 @@ def test_groups_of_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     num_layers = 3
     # Of 66 and 75 tokens 2 + 2 + 1 heads, of 40 3 + 2, and of 6, 6 and 29 all.
     assert backend.seen == {1: 2 * num_layers, 2: 5 * num_layers, 3: num_layers, 5: 3 * num_layers}
+
+
+@pytest.mark.usefixtures("_five_queries")
+def test_with_the_kernels_of_a_gpu(saved: Callable[[str], Saved]) -> None:
+    """In Triton's interpreter."""
+    triton = pytest.importorskip("triton")
+    if not triton.knobs.runtime.interpret:
+        pytest.skip("Triton compiles for the GPU here")
+    from kernels.attention.triton.backend import TritonBackend
+
+    model = saved("mistral-4")
+    assert error_of(model.model, model.path, TritonBackend()) < TOLERANCE
 
 
 # --- planted errors -------------------------------------------------------------------------------------------------
