@@ -253,13 +253,12 @@ def test_a_planted_fault_of_expanded_latents(
     plant(monkeypatch, *place, fault)
     monkeypatch.setattr(latent_attention, "attend_expanded", expanded_latents.attend_expanded)
     with pytest.raises((ContractError, RehearsalError, ConfigError), match=problem):
-        generate(start(gpu, models.path("youtu", num_hidden_layers=1), **LONG_OPTIONS), LONG, max_tokens=2)
-        gpu.machine.check()
+        run(gpu, models.path("youtu", num_hidden_layers=1), LONG, **LONG_OPTIONS)
 
 
-def run(gpu: Rehearsal, path: str) -> None:
-    """Answer short prompts, and check the steps."""
-    generate(start(gpu, path, max_num_seqs=2), PROMPTS, max_tokens=2)
+def run(gpu: Rehearsal, path: str, scenario: Scenario = PROMPTS, **options: Any) -> None:
+    """Answer prompts, and check the steps."""
+    generate(start(gpu, path, max_num_seqs=2, **options), scenario, max_tokens=2)
     gpu.machine.check()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -35,3 +37,12 @@ def test_the_largest_step_has_memory_for_the_longest_contexts() -> None:
     assert metadata.seq_lens.tolist() == [50]
     assert metadata.block_tables.tolist() == [[0] * 7]
     assert (metadata.max_query_len, metadata.max_seq_len) == (50, 100)
+
+
+def test_only_a_step_that_expands_latents_knows_lengths() -> None:
+    """Else they are absorbed, which takes more memory for queries."""
+    config = EngineConfig(model="m", max_num_batched_tokens=50)
+    options: dict[str, Any] = {"max_model_len": 20, "block_size": 16, "num_prompt_logits": 0, "device": CPU}
+    assert largest_step(config, **options).metadata.host_lens == ()
+    expanded = largest_step(config, **options, expands_latents=True).metadata
+    assert expanded.host_lens == ((20, 20), (20, 20), (10, 10))
