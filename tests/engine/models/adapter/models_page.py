@@ -69,11 +69,15 @@ OLMo Hybrid, whose norms are alike, is refused there. Of experts only those that
 on a CPU and in Triton on a GPU; int8 experts need the C kernels.
 
 Of models with latent attention (MLA) the cache keeps one vector for each token, not the keys and values of every head.
-Attention multiplies queries with these vectors ("absorbed") in prompts and answers alike, so that a token's bits do not
-depend on how its prompt was cut. Logits, tokens, beams, swapped requests and ranks are compared as above
+On CPUs attention multiplies queries with these vectors ("absorbed") in prompts and answers alike, so that a token's
+bits do not depend on how its prompt was cut. On GPUs a step that computes many tokens of a sequence, from 171 with
+DeepSeek's sizes, expands the vectors of its context to keys and values, of some heads at a time in 256 MiB: a pair of
+tokens then costs a head 320 products in place of 1,088. Steps that CUDA graphs replay stay absorbed, and so do contexts
+with more tokens than an indexer chooses. Logits, tokens, beams, swapped requests and ranks are compared as above
 (`tests/engine/models/decoder/latent/`). Ranks divide the heads; each keeps the vectors of all tokens. These
 models, Kimi Linear among them, run on CPUs in C, and on GPUs with our Triton attention kernels: flash-attn does not
-compute heads of this size, and `batch_invariant` is refused there. The Triton kernels ran in Triton's interpreter only.
+compute heads of this size, and `batch_invariant` is refused there. An H200 ran attention to the vectors; expanded ones
+ran in Triton's interpreter only.
 
 Of models with sparse latent attention (DSA: DeepSeek V3.2, GLM-5) a layer's indexer scores the tokens of the context,
 and attention reads the `index_topk` best ones; of equal scores those of earlier tokens. The indexer's keys are one more
