@@ -77,7 +77,7 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.num_released = 0
-        # In front are those that were freed last: memory that nothing has touched yet costs its page faults first.
+        # The block freed last comes first: its memory is mapped already, and a first write to new memory page-faults.
         self._free = deque(range(num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._num_spared: dict[int, int] = {}  # of cached and used blocks: how often each was spared

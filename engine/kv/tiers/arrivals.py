@@ -206,6 +206,11 @@ class Arrivals:
             for kind, page in self._reserved.pop(arrival, ()):
                 self._unpin(kind, page)
 
+    def cancel(self) -> None:
+        """Let the sources of all arrivals write no more: the prefix cache was reset, so that none is published."""
+        for arrival in self._reserved:
+            arrival.is_cancelled = True
+
     def _finished(
         self, arrival: Arrival, error: str | None, on_finished: Callable[[Arrival, str | None], None]
     ) -> None:

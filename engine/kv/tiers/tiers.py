@@ -193,6 +193,7 @@ class Tiers(EngineObserver):
         if step_failed:
             self.steps.failed()
         self.departures.reset()
+        self.arrivals.cancel()  # before calls that wait for a step are made: it may still read a reserved page
         self.steps.reset()
         for saver in self._savers:
             saver.reset()

@@ -262,6 +262,21 @@ def test_a_reset_empties_the_disk(tmp_path: Path, runner: ShadowRunner, storage:
     engine.close()
 
 
+def test_nothing_is_read_to_pages_that_a_step_may_still_read_when_the_cache_is_reset(
+    tmp_path: Path, runner: ShadowRunner, storage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read waits for the step in flight, and a reset waits for none."""
+    engine, again = make(tmp_path, runner, storage)
+    reads: list[object] = []
+    monkeypatch.setattr(storage_of(engine), "fetch", lambda wanted, sink: reads.append(sink))
+    tiers_of(engine).steps.launched(object())
+    engine.add_request(EngineRequest("request", PROMPT, GREEDY))
+    engine.reset_prefix_cache()
+    assert not reads
+    assert run_to_end(engine)["request"] == again.answer(PROMPT, 3)
+    engine.close()
+
+
 def test_a_failed_step_keeps_what_is_on_the_disk(
     tmp_path: Path, runner: ShadowRunner, storage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
