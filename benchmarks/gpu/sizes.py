@@ -138,7 +138,10 @@ FULL = Sizes(
     recurrent_prefills=((1, 8192), (16, 512)),
     latent=LATENT,
     checked_expansion=(700, 1500),
-    timed_expansions=((16, 8192, 8192), (16, 8192, 32768), (128, 8192, 8192), (128, 8192, 32768)),
+    timed_expansions=(
+        *((16, 256, 8192), (16, 1024, 32768), (16, 8192, 131072)),  # those with the fewest programs
+        *((16, 8192, 8192), (16, 8192, 32768), (128, 8192, 8192), (128, 8192, 32768)),
+    ),
 )
 TINY = Sizes(
     models={"0.6b": TINY_SHAPE, "8b": TINY_SHAPE, "moe": TINY_MOE},

@@ -94,7 +94,7 @@ def best_fetch(
             continue
         saved = number * saved_s - max(0.0, latency_s + number * block_s - queue_s)
         hidden = int((queue_s - latency_s) / block_s) if sources.are_divisible else 0
-        if 0 < hidden < number and hidden * saved_s > saved:
+        if 0 < hidden < number and hidden * saved_s >= saved:
             number, saved = hidden, hidden * saved_s
         if saved > best_saved_s:
             best, best_saved_s = (source, number, latency_s + number * block_s), saved

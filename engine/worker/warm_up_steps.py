@@ -35,7 +35,7 @@ def largest_step(
     Args:
         num_prompt_logits: the largest number of prompt tokens whose logits are computed at once.
         expands_latents: whether latents are expanded, which takes a workspace; else they are absorbed, which takes more
-            memory for queries.
+            memory for what attention returns.
     """
     num_tokens = config.tokens_per_step
     length = min(num_tokens, max_model_len)

@@ -1,9 +1,9 @@
 """Expanded latents: on GPUs, long prefills attend to keys and values that are computed from the cached latents.
 
 Latent attention is absorbed elsewhere: the matrices that make a head's keys and values of latents multiply its queries
-and its output instead, and all heads read one latent. That costs a pair of a query and a key more, and a key nothing.
-Here the sequences of a step are divided into parts of either kind. An expanded part is computed for some heads at a
-time, so that its workspace is bounded whatever the context:
+and its output instead, and all heads read one latent. That takes more products for each pair of a query and a key, and
+none for a key alone. Here the sequences of a step are divided into parts of either kind. An expanded part is computed
+for some heads at a time, so that its workspace is bounded whatever the context:
 
     pages of the sequences --gather--> latents --kv_b_proj of some heads--> keys and values --prefill kernel--> output
 
@@ -30,13 +30,18 @@ __all__ = ["LatentPart", "attend_expanded", "longest_expanded", "parts_of"]
 
 WORKSPACE_BYTES = 256 * 2**20  # of latents, keys and values that are computed at once
 
+# The prefill kernel has a program for a head and so many queries, and does not divide keys: with fewer programs most of
+# a GPU would be idle, and attention to latents, which has more of them, would be faster despite its products.
+_QUERIES_OF_PROGRAM = 128
+_LEAST_PROGRAMS = 48
+
 
 @dataclass(frozen=True, eq=False)
 class LatentPart:
     """Consecutive sequences of a step.
 
     Attributes:
-        tokens: theirs.
+        tokens: where their tokens are in the step.
         metadata: their batch; if they are expanded, that of the workspace.
         block_ids: int32, the blocks of the cache that the workspace holds, in order; None: they are absorbed.
     """
@@ -58,7 +63,12 @@ def parts_of(
     """
     block_size, itemsize = latents.shape[1], latents.element_size()
     longest = longest_expanded(shape, block_size, itemsize)
-    is_expanded = [_is_faster(shape, query_len) and seq_len <= longest for query_len, seq_len in metadata.host_lens]
+    is_expanded = [
+        _is_faster(shape, query_len)
+        and seq_len <= longest
+        and _fills_gpu(query_len, num_heads, _most_heads(shape, -(-seq_len // block_size) * block_size, itemsize))
+        for query_len, seq_len in metadata.host_lens
+    ]
     if not any(is_expanded):
         return [LatentPart(slice(None), metadata)]
     room = WORKSPACE_BYTES // (itemsize * _elements(shape, num_heads))  # tokens whose heads are expanded all at once
@@ -67,9 +77,9 @@ def parts_of(
 
 
 def longest_expanded(shape: LatentShape, block_size: int, itemsize: int) -> int:
-    """Return the tokens of the longest context that is expanded: one head must fit into the workspace.
+    """Return the tokens of the longest context that is expanded.
 
-    With an indexer, all tokens of the context must be chosen.
+    The workspace must have room for one head, and an indexer must choose all tokens.
     """
     longest = WORKSPACE_BYTES // (itemsize * _elements(shape, num_heads=1) * block_size) * block_size
     return longest if shape.index is None else min(longest, shape.index.top_k)
@@ -80,15 +90,32 @@ def _elements(shape: LatentShape, num_heads: int) -> int:
     return shape.rank + shape.rope_dim + num_heads * (shape.nope_dim + shape.value_dim)
 
 
+def _most_heads(shape: LatentShape, num_tokens: int, itemsize: int) -> int:
+    """Return for how many heads the workspace has room, beside the latents of as many tokens."""
+    of_token = WORKSPACE_BYTES // (itemsize * num_tokens) - _elements(shape, num_heads=0)
+    return max(1, of_token // (shape.nope_dim + shape.value_dim))
+
+
+def _heads_at_once(num_heads: int, most: int) -> int:
+    """Return how many heads are computed at once, in groups of nearly equal size of at most ``most``."""
+    return -(-num_heads // -(-num_heads // most))
+
+
+def _fills_gpu(query_len: int, num_heads: int, most_heads: int) -> bool:
+    """Return whether all heads fit into the workspace, or those that are computed at once have enough programs."""
+    programs = _heads_at_once(num_heads, most_heads) * -(-query_len // _QUERIES_OF_PROGRAM)
+    return most_heads >= num_heads or programs >= _LEAST_PROGRAMS
+
+
 def _is_faster(shape: LatentShape, query_len: int) -> bool:
-    """Return whether so many queries of one sequence attend faster to keys and values than to latents.
+    """Return whether ``query_len`` queries of one sequence take fewer products with keys and values than with latents.
 
     Each query saves products with each key, and each key and value costs ``rank`` products for each of its elements.
     The queries' own absorption, which expansion saves too, is left out: it costs as much as their own keys and values.
     DeepSeek's sizes need 171 queries.
     """
     saved = (shape.rank + shape.rope_dim + shape.rank) - (shape.nope_dim + shape.rope_dim + shape.value_dim)
-    fits = shape.nope_dim <= min(shape.rank, LARGEST_HEAD_DIM) and shape.value_dim <= LARGEST_HEAD_DIM
+    fits = 0 < shape.nope_dim <= min(shape.rank, LARGEST_HEAD_DIM) and shape.value_dim <= LARGEST_HEAD_DIM
     return fits and query_len * saved > shape.rank * (shape.nope_dim + shape.value_dim)
 
 
@@ -173,7 +200,7 @@ def attend_expanded(
     gathered, rest = _gather(part, layer.key_cache.squeeze(2))
     matrices = weight.view(layer.num_heads, shape.nope_dim + shape.value_dim, shape.rank)
     most_heads = len(rest) // (gathered.shape[:2].numel() * matrices.shape[1])
-    at_once = -(-layer.num_heads // -(-layer.num_heads // most_heads))  # groups of nearly equal size
+    at_once = _heads_at_once(layer.num_heads, most_heads)
     for first in range(0, layer.num_heads, at_once):
         heads = slice(first, min(first + at_once, layer.num_heads))
         by_head = _expand(gathered, matrices[heads], rest)
@@ -192,7 +219,7 @@ def attend_expanded(
 def _gather(part: LatentPart, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a part's blocks of ``latents`` in the workspace, and the rest of the workspace.
 
-    The workspace has always the same size, so that the warm-up measures the largest.
+    The workspace always has its full size, so the warm-up measures its peak.
     """
     assert part.block_ids is not None
     workspace = latents.new_empty(WORKSPACE_BYTES // latents.element_size())

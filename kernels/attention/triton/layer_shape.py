@@ -31,7 +31,8 @@ class LayerShape:
         element_size: bytes of an element of queries, and of keys unless these are in FP8.
         window: None: queries see all keys.
         rope_dim: of latents, elements of a key after those that are its value, which are ``head_dim``; 0: no layer has
-            latents. With latents ``group_size`` query heads are a tile, and ``num_kv_heads`` counts these tiles.
+            latents. With latents that are not expanded, ``group_size`` query heads are a tile, and ``num_kv_heads``
+            counts these tiles.
         is_fp8: whether keys and values are in FP8.
         value_dim: of expanded latents, elements of a value; ``rope_dim`` are those of a key that all heads share, and
             ``head_dim`` the others. 0: latents are not expanded.

@@ -40,7 +40,7 @@ def test_the_largest_step_has_memory_for_the_longest_contexts() -> None:
 
 
 def test_only_a_step_that_expands_latents_knows_lengths() -> None:
-    """Else they are absorbed, which takes more memory for queries."""
+    """Else they are absorbed, which takes more memory for what attention returns."""
     config = EngineConfig(model="m", max_num_batched_tokens=50)
     options: dict[str, Any] = {"max_model_len": 20, "block_size": 16, "num_prompt_logits": 0, "device": CPU}
     assert largest_step(config, **options).metadata.host_lens == ()

@@ -47,7 +47,7 @@ static void write_state(const conv_part *part, int64_t slot, int64_t oldest) {
 }
 
 /* Replaces a token's inputs by its outputs, and the oldest of the past ones by the token's. The inputs of a later token
- * are prefetched meanwhile: the processor cannot predict rows that are pages apart. */
+ * are prefetched meanwhile: the processor's own prefetchers do not cross pages. */
 INLINE void convolve(const conv_part *part, int64_t token, int64_t oldest, const int width) {
     const pagoda_conv_call *call = part->call;
     const float *weight = call->weight + part->channel, *bias = call->bias ? call->bias + part->channel : NULL;

@@ -73,11 +73,11 @@ On CPUs attention multiplies queries with these vectors ("absorbed") in prompts 
 bits do not depend on how its prompt was cut. On GPUs a step that computes many tokens of a sequence, from 171 with
 DeepSeek's sizes, expands the vectors of its context to keys and values, of some heads at a time in 256 MiB: a pair of
 tokens then costs a head 320 products in place of 1,088. Steps that CUDA graphs replay stay absorbed, and so do contexts
-with more tokens than an indexer chooses. Logits, tokens, beams, swapped requests and ranks are compared as above
-(`tests/engine/models/decoder/latent/`). Ranks divide the heads; each keeps the vectors of all tokens. These
-models, Kimi Linear among them, run on CPUs in C, and on GPUs with our Triton attention kernels: flash-attn does not
-compute heads of this size, and `batch_invariant` is refused there. An H200 ran attention to the vectors; expanded ones
-ran in Triton's interpreter only.
+with more tokens than an indexer chooses, or of which so few heads fit that most of a GPU would be idle. Logits, tokens,
+beams, swapped requests and ranks are compared as above (`tests/engine/models/decoder/latent/`). Ranks divide the heads;
+each keeps the vectors of all tokens. These models, Kimi Linear among them, run on CPUs in C, and on GPUs with our
+Triton attention kernels: flash-attn does not compute heads of this size, and `batch_invariant` is refused there. An
+H200 ran attention to the vectors; expanded ones ran in Triton's interpreter only.
 
 Of models with sparse latent attention (DSA: DeepSeek V3.2, GLM-5) a layer's indexer scores the tokens of the context,
 and attention reads the `index_topk` best ones; of equal scores those of earlier tokens. The indexer's keys are one more
@@ -86,8 +86,8 @@ and the others read what the last such layer chose. The choice is computed in fl
 each rank has the whole indexer. The Hadamard rotation and the FP8 of published kernels, which round scores, are not
 computed. On CPUs these models run in C, too, the indexer with weights of the checkpoint's dtype whatever `quantization`
 says; while a context has at most `index_topk` tokens nothing is scored. On a GPU scores, choice and attention are
-Triton kernels, also of prompts whose tokens all count. They are tested in Triton's interpreter and compiled for GPUs;
-none has run them.
+Triton kernels, also of contexts whose tokens all count, unless these are expanded. They are tested in Triton's
+interpreter and compiled for GPUs; an H200 ran them by themselves.
 
 Of models with recurrent layers the logits of every token are compared with those of transformers, within 1e-5 of the
 largest, in packed steps of chunks and decodes, and tokens and beams with those of `generate`, with preempted requests

@@ -95,6 +95,7 @@ def test_logits_equal_those_of_transformers(saved: Callable[[str], Saved], name:
 def test_groups_of_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The workspace has room for two of five heads of the longest contexts, for four of a shorter one, and for all."""
     width, of_head, blocks = 32 + 16, 20 + 24, 76
+    monkeypatch.setattr(expanded_latents, "_LEAST_PROGRAMS", 1)
     monkeypatch.setattr(expanded_latents, "WORKSPACE_BYTES", 4 * blocks * (width + 2 * of_head) + 4 * blocks)
     backend = ExpandingBackend()
     model, path = save_latent_model("deepseek-v3", tmp_path, num_attention_heads=5, num_key_value_heads=5)
@@ -201,16 +202,24 @@ def test_a_step_is_divided_into_runs() -> None:
 
 def test_sequences_are_expanded_together_while_all_heads_fit() -> None:
     assert list(kinds(divide(step([(300, 9000)] * 7)))) == [(True, 3), (True, 3), (True, 1)]
-    assert list(kinds(divide(step([(300, 40000), (300, 9000)])))) == [(True, 1), (True, 1)]
+    assert list(kinds(divide(step([(900, 40000), (300, 9000)])))) == [(True, 1), (True, 1)]
+
+
+def test_a_long_context_is_expanded_where_few_heads_at_once_have_enough_programs() -> None:
+    """Of 40,000 tokens eight heads fit, and a program has 128 queries of a head."""
+    assert list(kinds(divide(step([(640, 40000)])))) == [(False, 1)]
+    assert list(kinds(divide(step([(641, 40000)])))) == [(True, 1)]
+    assert list(kinds(divide(step([(6016, 161000)])))) == [(False, 1)]
+    assert list(kinds(divide(step([(6017, 161000)])))) == [(True, 1)]
 
 
 def test_a_context_that_does_not_fit_is_absorbed() -> None:
     longest = longest_expanded(DEEPSEEK, 16, 2)
     assert 161_000 < longest < 161_400
-    assert list(kinds(divide(step([(300, longest), (300, longest + 1)])))) == [(True, 1), (False, 1)]
+    assert list(kinds(divide(step([(8192, longest), (8192, longest + 1)])))) == [(True, 1), (False, 1)]
 
 
-def test_contexts_are_absorbed_whose_tokens_are_chosen() -> None:
+def test_a_context_with_more_tokens_than_an_indexer_chooses_is_absorbed() -> None:
     index = IndexShape(num_heads=64, head_dim=128, top_k=2048, layers=frozenset([0]), rotation="halves")
     of_step = divide(step([(300, 2048), (300, 2049)]), replace(DEEPSEEK, index=index))
     assert list(kinds(of_step)) == [(True, 1), (False, 1)]
@@ -225,6 +234,6 @@ def test_the_division_does_not_keep_a_step_alive(query_len: int) -> None:
     assert reference_to_it() is None
 
 
-def test_a_step_is_whole_whose_lengths_only_the_device_knows() -> None:
+def test_a_step_with_lengths_that_only_the_device_knows_is_not_divided() -> None:
     (part,) = divide(replace(step([(300, 4096)]), host_lens=()))
     assert (part.tokens, part.block_ids) == (slice(None), None)
