@@ -51,7 +51,7 @@ class LatentPart:
     block_ids: torch.Tensor | None = None
 
 
-_PARTS: StepCache[tuple[LatentShape, int, int], list[LatentPart]] = StepCache()
+_PARTS: StepCache[tuple[LatentShape, int, int, int], list[LatentPart]] = StepCache()
 
 
 def parts_of(
@@ -61,19 +61,9 @@ def parts_of(
 
     No launch depends on what only the device knows: steps that CUDA graphs replay with other lengths are absorbed.
     """
-    block_size, itemsize = latents.shape[1], latents.element_size()
-    longest = longest_expanded(shape, block_size, itemsize)
-    is_expanded = [
-        _is_faster(shape, query_len)
-        and seq_len <= longest
-        and _fills_gpu(query_len, num_heads, _most_heads(shape, -(-seq_len // block_size) * block_size, itemsize))
-        for query_len, seq_len in metadata.host_lens
-    ]
-    if not any(is_expanded):
-        return [LatentPart(slice(None), metadata)]
-    room = WORKSPACE_BYTES // (itemsize * _elements(shape, num_heads))  # tokens whose heads are expanded all at once
-    key = shape, room, block_size
-    return _PARTS.get(metadata, key, lambda: list(_divide(metadata, is_expanded, room, block_size)))
+    key = shape, num_heads, latents.shape[1], latents.element_size()
+    # A whole step is made anew: kept, it would keep its own key alive.
+    return _PARTS.get(metadata, key, lambda: list(_divide(metadata, *key))) or [LatentPart(slice(None), metadata)]
 
 
 def longest_expanded(shape: LatentShape, block_size: int, itemsize: int) -> int:
@@ -122,11 +112,21 @@ def _is_faster(shape: LatentShape, query_len: int) -> bool:
 # --- the parts of a step ---------------------------------------------------------------------------------------------
 
 
-def _divide(metadata: AttentionMetadata, is_expanded: list[bool], room: int, block_size: int) -> Iterator[LatentPart]:
+def _divide(
+    metadata: AttentionMetadata, shape: LatentShape, num_heads: int, block_size: int, itemsize: int
+) -> Iterator[LatentPart]:
+    """Yield the parts of a step; none if it is absorbed as a whole."""
     lengths, num_decodes = metadata.host_lens, metadata.num_decodes
+    longest = longest_expanded(shape, block_size, itemsize)
     sizes = [0] * num_decodes  # tokens of the workspace; 0: a sequence is absorbed
-    for (_, seq_len), expands in zip(lengths, is_expanded, strict=True):
-        sizes.append(_num_blocks(seq_len, block_size) * block_size if expands else 0)
+    for query_len, seq_len in lengths:
+        size = _num_blocks(seq_len, block_size) * block_size
+        expands = _is_faster(shape, query_len) and seq_len <= longest
+        expands = expands and _fills_gpu(query_len, num_heads, _most_heads(shape, size, itemsize))
+        sizes.append(size if expands else 0)
+    if not any(sizes):
+        return
+    room = WORKSPACE_BYTES // (itemsize * _elements(shape, num_heads))  # tokens whose heads are expanded all at once
     bounds = [*range(num_decodes), *accumulate((query_len for query_len, _ in lengths), initial=num_decodes)]
     for first, end in _runs(sizes, room):
         part = _own_part(metadata, first, end, bounds)
@@ -199,7 +199,7 @@ def attend_expanded(
     """
     gathered, rest = _gather(part, layer.key_cache.squeeze(2))
     matrices = weight.view(layer.num_heads, shape.nope_dim + shape.value_dim, shape.rank)
-    most_heads = len(rest) // (gathered.shape[:2].numel() * matrices.shape[1])
+    most_heads = _most_heads(shape, gathered.shape[:2].numel(), gathered.element_size())
     at_once = _heads_at_once(layer.num_heads, most_heads)
     for first in range(0, layer.num_heads, at_once):
         heads = slice(first, min(first + at_once, layer.num_heads))
