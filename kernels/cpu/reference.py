@@ -66,6 +66,22 @@ def coded_linear(x: torch.Tensor, matrix: CodedMatrix) -> torch.Tensor:
     return (coded_rows(x, matrix.format).double() @ decode(matrix).double().t()).float()
 
 
+def tiled_coded_linear(x: torch.Tensor, matrix: CodedMatrix) -> torch.Tensor:
+    """Compute the bits of `coded_linear` with AMX's tiles, for codes that are floats.
+
+    The sum of at most 128 inputs with one scale is that of `tiled_linear`. Times the scale it is added to that of
+    earlier inputs, by a fused multiply-add, which float64 rounds like.
+    """
+    form = matrix.format
+    width = min(form.group, 128)
+    total = torch.zeros(len(x), len(matrix.codes))
+    for start in range(0, x.shape[1], width):
+        codes = matrix.codes[:, start : start + width].view(form.code_dtype).float()
+        sums = tiled_linear(x[:, start : start + width], codes).double()
+        total = (matrix.outer_scales[:, start // form.group].double() * sums + total).float()
+    return total if matrix.output_scales is None else total * matrix.output_scales
+
+
 def coded_rows(x: torch.Tensor, form: CodeFormat) -> torch.Tensor:
     """Return rows [rows, width] as they are multiplied with codes of a format."""
     return quantize_blocks(x) if form.floats is None else x.bfloat16()

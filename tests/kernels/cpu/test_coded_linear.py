@@ -17,7 +17,7 @@ from kernels.coded_weight import CodedMatrix, CodedWeight, CodeFormat, Section, 
 from kernels.cpu import reference
 from kernels.cpu.coded_linear import SECTION_OUTPUTS, CodedLinear, quantize_codes
 from kernels.cpu.gather import gather_packed_rows
-from kernels.cpu.linear import linear
+from kernels.cpu.linear import has_tiles, linear
 from tests.kernels.coded_formats import any_format
 from tests.kernels.coded_matrices import FORMATS, PLANTED, random_matrix
 
@@ -83,6 +83,14 @@ def test_every_float_is_multiplied_exactly(name: str) -> None:
     layer, numbers = packed(matrix), codes.view(form.code_dtype).float() * 0.75
     assert torch.equal(linear(x, layer), numbers.t())
     assert torch.equal(torch.cat([linear(row[None], layer) for row in x]), numbers.t())
+
+
+@pytest.mark.skipif(not has_tiles(), reason="this processor has no tiles")
+@pytest.mark.parametrize("name", ["FP8", "FP8 by output", "E5M2"])
+@pytest.mark.parametrize("num_rows", [1, 16, 37])
+def test_tiles_add_floats_in_the_order_of_the_reference(name: str, num_rows: int) -> None:
+    matrix, x = random_matrix(FORMATS[name], 70, 300), rows_of(num_rows, 300)
+    assert torch.equal(linear(x, packed(matrix)), reference.tiled_coded_linear(x, matrix))
 
 
 @pytest.mark.parametrize("name", FORMATS)

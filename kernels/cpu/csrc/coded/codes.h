@@ -95,7 +95,7 @@ enum { FLOAT_WORDS = 64 };
 /* How many words of floats are multiplied before the sums are multiplied by a scale. */
 int64_t pagoda_words_of_scale(const pagoda_code_format *format);
 
-/* Addresses to prefetch to the second cache: from each on, one cache line for each decoded word of a panel. */
+/* Addresses to prefetch to the second cache: from each on, one cache line for each decoded word of a panel; or NULL. */
 typedef struct {
     const uint8_t *first, *second;
 } pagoda_later_codes;
@@ -105,10 +105,10 @@ pagoda_later_codes pagoda_codes_after(const uint8_t *panels, const pagoda_code_f
                                       const pagoda_panel_layout *layout, int64_t first_word);
 
 /* Decodes `num_words` words of four panels from `first_word` on, a block's first one, to [4][num_words][16]; `words` has
- * room for a block more. As many cache lines are prefetched from `fetched` on, unless that is NULL. */
+ * room for a block more. Meanwhile `fetched` is prefetched. */
 void pagoda_decode_floats(uint32_t *words, const uint8_t *panels, const pagoda_code_format *format,
                           const pagoda_panel_layout *layout, int64_t first_word, int64_t num_words,
-                          const uint8_t *fetched);
+                          pagoda_later_codes fetched);
 
 /* Adds products with these words [4][num_rows][16], times their scales, to sums of the same shape. */
 void pagoda_add_scaled(float *sums, const float *products, int64_t num_rows, const uint8_t *panels,

@@ -59,13 +59,14 @@ pagoda_later_codes pagoda_codes_after(const uint8_t *panels, const pagoda_code_f
 
 void pagoda_decode_floats(uint32_t *words, const uint8_t *panels, const pagoda_code_format *format,
                           const pagoda_panel_layout *layout, int64_t first_word, int64_t num_words,
-                          const uint8_t *fetched) {
+                          pagoda_later_codes fetched) {
     const float_table table = table_of_floats(format->floats);
     for (int p = 0; p < PANELS; p++, words += num_words * LANES, panels += layout->panel_bytes)
         for (int64_t word = 0; word < num_words; word += WORDS_OF_BLOCK) {
             const uint8_t *codes = codes_of(panels, layout, (first_word + word) / WORDS_OF_BLOCK);
             for (int i = 0; i < BLOCK_WORDS; i++) {
-                if (fetched && i % 2 == 0) __builtin_prefetch(fetched, 0, 2), fetched += VECTOR_BYTES;
+                const uint8_t **line = i % 2 ? &fetched.first : &fetched.second;
+                if (*line) __builtin_prefetch(*line, 0, 2), *line += VECTOR_BYTES;
                 for (int lane = 0; lane < LANES; lane += REGISTER_LANES) {
                     u32_register decoded[WORDS_OF_CODES];
                     decode_words(decoded, codes + i * VECTOR_BYTES + lane * 4, &table);

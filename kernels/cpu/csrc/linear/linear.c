@@ -218,8 +218,8 @@ static void multiply_amx_tile(const linear_call *call, int64_t panel, int64_t ro
     const uint32_t *rows = call->rows->words + row * num_words;
     const uint32_t *weights = call->weight->words + panel * num_words * LANES;
     fetch_outputs(call, row, num_rows, panel, MAX_PANELS_AT_ONCE);
-    if (call->weight->kind == PAGODA_INT8) multiply_one_tile(sums, rows, num_rows, weights, num_words, true);
-    else multiply_one_tile(sums, rows, num_rows, weights, num_words, false);
+    if (call->weight->kind == PAGODA_INT8) multiply_one_tile(sums, rows, num_rows, weights, num_words, true, false);
+    else multiply_one_tile(sums, rows, num_rows, weights, num_words, false, false);
     finish(call, sums, row, num_rows, panel, MAX_PANELS_AT_ONCE);
 }
 
@@ -284,6 +284,34 @@ static void multiply_segment(const linear_call *call, float *sums, const coded_g
     }
 }
 
+#if PAGODA_HAS_TILES
+/* Does what multiply_segment does with words of four panels of floats, from `first_word` on, with AMX's tiles. They are
+ * configured for `tile_rows`, which takes as long as some products. */
+static void multiply_floats(const linear_call *call, float *sums, const coded_group *group, int64_t first_word,
+                            int64_t num_words, int64_t row, int64_t end_row, int64_t *tile_rows) {
+    _Alignas(64) float products[MAX_PANELS_AT_ONCE * TILE_ROWS * LANES];
+    uint32_t *words = pagoda_scratch(SCRATCH_CODES, (size_t)(MAX_PANELS_AT_ONCE * num_words * LANES) * sizeof *words);
+    const pagoda_later_codes later = pagoda_codes_after(group->panels, group->format, &group->layout, first_word);
+    pagoda_decode_floats(words, group->panels, group->format, &group->layout, first_word, num_words, later);
+    for (; row < end_row; row += TILE_ROWS, sums += MAX_PANELS_AT_ONCE * TILE_ROWS * LANES) {
+        const int64_t num_rows = min(end_row - row, TILE_ROWS);
+        if (num_rows != *tile_rows) tiles_configure((int)num_rows, (int)num_rows), *tile_rows = num_rows;
+        multiply_one_tile(products, call->rows->words + row * call->num_words + first_word * num_rows, num_rows, words,
+                          num_words, false, true);
+        pagoda_add_scaled(sums, products, num_rows, group->panels, group->format, &group->layout, first_word);
+    }
+}
+
+/* Multiplies a range of rows with four panels of floats. */
+static void multiply_float_group(const linear_call *call, float *sums, const coded_group *group, int64_t row,
+                                 int64_t end_row) {
+    const int64_t step = pagoda_words_of_scale(group->format);
+    int64_t tile_rows = 0;
+    for (int64_t word = 0; word < call->num_words; word += step)
+        multiply_floats(call, sums, group, word, min(step, call->num_words - word), row, end_row, &tile_rows);
+    tiles_release();
+}
+#else
 /* Does what multiply_segment does with words of four panels of floats, from `first_word` on. */
 static void multiply_floats(const linear_call *call, float *sums, const coded_group *group, int64_t first_word,
                             int64_t num_words, int64_t row, int64_t end_row) {
@@ -293,7 +321,7 @@ static void multiply_floats(const linear_call *call, float *sums, const coded_gr
     const bool has_one_tile = end_row - row <= MOST_ROWS_PER_PART && panels_at_once((int)(end_row - row)) == 4;
     const pagoda_later_codes later = pagoda_codes_after(group->panels, group->format, &group->layout, first_word);
     pagoda_decode_floats(words, group->panels, group->format, &group->layout, first_word, num_words,
-                         has_one_tile ? later.second : NULL);
+                         (pagoda_later_codes){NULL, has_one_tile ? later.second : NULL});
     const void *fetched[] = {later.first, has_one_tile ? words : later.second};
     int num_tiles = 0;
     for (; row < end_row; row += ROWS_PER_TILE, sums += MAX_PANELS_AT_ONCE * ROWS_PER_TILE * LANES) {
@@ -310,8 +338,21 @@ static void multiply_floats(const linear_call *call, float *sums, const coded_gr
     }
 }
 
+/* Multiplies a range of rows with four panels of floats. */
+static void multiply_float_group(const linear_call *call, float *sums, const coded_group *group, int64_t row,
+                                 int64_t end_row) {
+    const int64_t step = pagoda_words_of_scale(group->format);
+    if (end_row - row == 1)
+        pagoda_multiply_float_row(sums, call->rows->words + row * call->num_words, group->panels, group->format,
+                                  &group->layout, call->num_words);
+    else
+        for (int64_t word = 0; word < call->num_words; word += step)
+            multiply_floats(call, sums, group, word, min(step, call->num_words - word), row, end_row);
+}
+#endif
+
 /* Does what multiply_group does with coded panels. A segment of them is decoded once for all rows, to the first cache; one
- * row is multiplied without that. */
+ * row is multiplied without that, unless AMX's tiles do it. */
 static void multiply_coded_group(const linear_call *call, int64_t panel, int64_t row, int64_t end_row) {
     const pagoda_coded_panels *own = &call->weight->coded[panel / MAX_PANELS_AT_ONCE];
     const int32_t in_features = call->weight->in_features;
@@ -322,15 +363,10 @@ static void multiply_coded_group(const linear_call *call, int64_t panel, int64_t
     const int64_t tile_sums = MAX_PANELS_AT_ONCE * ROWS_PER_TILE * LANES;
     const size_t bytes = (size_t)(divide_up(end_row - row, ROWS_PER_TILE) * tile_sums) * sizeof(float);
     float *sums = memset(pagoda_scratch(SCRATCH_CODED_SUMS, bytes), 0, bytes);
-    const uint32_t *only_row = call->rows->words + row * call->num_words;
-    const bool has_floats = call->weight->kind == PAGODA_FLOAT_CODED, has_one = end_row - row == 1;
-    if (has_floats && has_one) {
-        pagoda_multiply_float_row(sums, only_row, group.panels, group.format, layout, call->num_words);
-    } else if (has_floats) {
-        const int64_t step = pagoda_words_of_scale(group.format);
-        for (int64_t word = 0; word < call->num_words; word += step)
-            multiply_floats(call, sums, &group, word, min(step, call->num_words - word), row, end_row);
-    } else if (has_one) {
+    if (call->weight->kind == PAGODA_FLOAT_CODED) {
+        multiply_float_group(call, sums, &group, row, end_row);
+    } else if (end_row - row == 1) {
+        const uint32_t *only_row = call->rows->words + row * call->num_words;
         for (int64_t p = 0; p < MAX_PANELS_AT_ONCE; p++)
             pagoda_multiply_coded_row(sums + p * LANES, only_row, group.panels + p * layout->panel_bytes, group.format,
                                       layout, in_features);

@@ -6,7 +6,7 @@
  *     activations  tiles of up to 16 rows, each [num_words, rows of the tile]; a load is broadcast to 16 outputs
  *
  * AMX multiplies 16 words of 16 rows with a panel at once (runtime/tiles.h). There bfloat16 and int8 rows have multiples
- * of 16 words, and a tile of rows is [num_words / 16, rows of the tile, 16].
+ * of 16 words, and a tile of rows is [num_words / 16, rows of the tile, 16]. So have those for codes that are floats.
  *
  * int8 weights have a scale per output, activations one per row, and both are symmetric; activations are kept as
  * unsigned bytes, offset by 128, because that is what the processor's instruction multiplies.
@@ -59,12 +59,13 @@ typedef enum {
 /* Whether the library was built with the int8 instruction (AVX-512 VNNI). If not, no weight may be PAGODA_INT8. */
 int32_t pagoda_has_int8(void);
 
-/* Whether it was built with AMX's tiles (runtime/tiles.h), and may use them. Then they multiply bfloat16 and int8. */
+/* Whether it was built with AMX's tiles (runtime/tiles.h), and may use them. Then they multiply bfloat16, int8 and
+ * codes that are floats. */
 int32_t pagoda_has_tiles(void);
 
 /* Whether weights of this kind are multiplied by AMX's tiles. */
 static inline bool pagoda_is_tiled(int32_t kind) {
-    return PAGODA_HAS_TILES && (kind == PAGODA_BF16 || kind == PAGODA_INT8);
+    return PAGODA_HAS_TILES && (kind == PAGODA_BF16 || kind == PAGODA_INT8 || kind == PAGODA_FLOAT_CODED);
 }
 
 /* Words of one row of in_features elements, and zeros that complete a tile's; of weights that are coded, this is about

@@ -77,13 +77,14 @@ INLINE void fetch_ahead(const uint32_t *weights) {
     for (int i = 0; i < LINES_OF_TILE; i++) __builtin_prefetch(weights + TILES_AHEAD * TILE_LANES + i * LANES, 0, 2);
 }
 
-/* Multiplies one tile of rows with four panels. The sums are [4][num_rows][16]. */
+/* Multiplies one tile of rows with four panels, which are fetched ahead or in the first cache. The sums are
+ * [4][num_rows][16]. */
 INLINE void multiply_one_tile(float *sums, const uint32_t *rows, int64_t num_rows, const uint32_t *weights,
-                              int64_t num_words, bool is_int8) {
+                              int64_t num_words, bool is_int8, bool is_fetched) {
     const int64_t panel = num_words * LANES, step = num_rows * LANES;
     zero_sums();
     for (int64_t k = 0; k < num_words; k += TILE_WORDS, weights += TILE_LANES, rows += num_rows * TILE_WORDS) {
-        for (int p = 0; p < MAX_PANELS_AT_ONCE; p++) fetch_ahead(weights + p * panel);
+        for (int p = 0; p < MAX_PANELS_AT_ONCE && !is_fetched; p++) fetch_ahead(weights + p * panel);
         TILE_LOAD(ROWS_0, rows, TILE_STRIDE);
         TILE_LOAD(WEIGHTS_0, weights, TILE_STRIDE);
         TILE_DOT(SUMS_00, ROWS_0, WEIGHTS_0);
