@@ -138,30 +138,35 @@ class ReplicaCost:
 
 
 def prompt_costs(
-    columns: npt.NDArray[np.float64],
+    columns: Sequence[npt.NDArray[np.float64]],
     prompt: PromptBlocks,
     num_cached_blocks: npt.NDArray[np.float64] | None,
     prices: Prices,
 ) -> npt.NDArray[np.float64]:
     """Return the cost of ``prompt`` on each of many replicas; shape [num_replicas].
 
-    Few operations on whole arrays, because each takes about as long for 64 replicas as for one. They add up in the same
-    order for every replica: equal replicas cost exactly the same.
+    Few operations on whole arrays, because each takes about as long for 64 replicas as for one, and few kinds of them,
+    because the code of each has to come into the processor's caches. They add up in the same order for every replica:
+    equal replicas cost exactly the same.
 
     Args:
-        columns: the numbers of the replicas, in the order of ``ReplicaCost.numbers``; shape [4, num_replicas].
+        columns: the numbers of the replicas, in the order of ``ReplicaCost.numbers``; four of shape [num_replicas].
         prompt: the prompt.
         num_cached_blocks: how many leading blocks of the prompt each replica has cached; None: none has any.
         prices: what is the same on all replicas.
     """
     weight, steps = 1 + prices.prefill, prices.decode
-    factors = np.array(((1.0,), (weight * max(1, prompt.num_tokens),), (steps,), (steps * prompt.num_tokens,)))
-    costs: npt.NDArray[np.float64] = np.add.reduce(columns * factors, axis=0)
-    if num_cached_blocks is not None:
-        # The last token is computed even if its block is cached: its logits are needed.
-        saved = np.minimum(num_cached_blocks * (weight * prompt.block_size), weight * max(0, prompt.num_tokens - 1))
-        saved *= columns[1]
-        costs -= saved
+    queue_s, seconds_per_token, step_s, kv_token_s = columns
+    if num_cached_blocks is None:
+        costs = seconds_per_token * (weight * max(1, prompt.num_tokens))
+    else:
+        costs = num_cached_blocks * (-weight * prompt.block_size)
+        costs += weight * prompt.num_tokens
+        np.maximum(costs, weight, out=costs)  # the last token is computed even if it is cached: its logits are needed
+        costs *= seconds_per_token
+    costs += queue_s
+    costs += step_s * steps
+    costs += kv_token_s * (steps * prompt.num_tokens)
     return costs
 
 

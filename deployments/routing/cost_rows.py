@@ -21,7 +21,6 @@ __all__ = ["CostRows", "Rows"]
 Rows = npt.NDArray[np.intp]
 _Floats = npt.NDArray[np.float64]
 
-_NUM_COLUMNS = len(ReplicaCost().numbers)
 _GOLDEN_RATIO_64 = np.uint64(
     0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads values that differ in few bits (Fibonacci hashing)
 )
@@ -38,7 +37,7 @@ class CostRows:
     def __init__(self) -> None:
         self.names: list[str] = []
         self._rows: dict[str, int] = {}
-        self._columns = np.zeros((_NUM_COLUMNS, 0))
+        self._columns = [np.zeros(0) for _ in ReplicaCost().numbers]
         self._seeds = np.zeros(0, np.uint64)  # for rendezvous hashing
         self._last: set[int] = set()  # rows of replicas that rank last
         self._candidates: tuple[str, ...] | None = None  # of the last decision
@@ -53,11 +52,13 @@ class CostRows:
             seed: 64 bits that differ from those of other replicas, and are the same in every ingress.
         """
         if (missing := slot + 1 - len(self.names)) > 0:
-            self._columns = np.pad(self._columns, ((0, 0), (0, missing)))
+            self._columns = [np.pad(column, (0, missing)) for column in self._columns]
             self._seeds = np.pad(self._seeds, (0, missing))
             self.names += [""] * missing
         self.names[slot], self._rows[name] = name, slot
-        self._columns[:, slot], self._seeds[slot] = 0.0, seed
+        self._seeds[slot] = seed
+        for column in self._columns:
+            column[slot] = 0.0
         self._candidates = None
 
     def remove(self, name: str) -> None:
@@ -70,7 +71,8 @@ class CostRows:
     def update(self, name: str, cost: ReplicaCost, *, ranks_last: bool) -> None:
         """Take over the cost of a replica."""
         row = self._rows[name]
-        self._columns[:, row] = cost.numbers
+        for column, number in zip(self._columns, cost.numbers, strict=True):
+            column[row] = number
         if ranks_last:
             self._last.add(row)
         else:
@@ -102,8 +104,7 @@ class CostRows:
     @property
     def seconds_per_token(self) -> _Floats:
         """Seconds that each row takes to compute a prompt token."""
-        seconds: _Floats = self._columns[1]
-        return seconds
+        return self._columns[1]
 
     def _exclude_others(self, candidates: Sequence[str]) -> _Floats | None:
         rows = {self._rows[name] for name in candidates}

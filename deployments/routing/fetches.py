@@ -51,7 +51,9 @@ class Sources(NamedTuple):
     def max_blocks(self) -> int:
         """The most leading blocks that any of them holds."""
         held = [holder.num_blocks for holder in self.holders]
-        return max(held + [number for of_storage in self.stored.values() for number in of_storage.values()], default=0)
+        for of_storage in self.stored.values():
+            held += of_storage.values()
+        return max(held, default=0)
 
     def options(
         self, name: str, replica: ReplicaCost, num_cached: int

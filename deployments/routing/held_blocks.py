@@ -37,11 +37,10 @@ class HeldBlocks(Mapping[str, int]):
 
     def by_slot(self, num_slots: int) -> npt.NDArray[np.float64]:
         """Return the number of each slot, 0 for those that hold none; shape [num_slots], all replicas' slots."""
-        groups = self._groups
-        if sum(mask for mask, _ in groups) == (1 << num_slots) - 1:  # all hold some, such as a system prompt
-            held, groups = np.full(num_slots, float(groups[0][1])), groups[1:]
-        else:
-            held = np.zeros(num_slots)
+        groups, held = self._groups, np.zeros(num_slots)
+        if groups and len(self) == num_slots:  # all hold some, such as a system prompt
+            held.fill(groups[0][1])
+            groups = groups[1:]
         for mask, number in groups:
             if mask & (mask - 1):
                 bits = np.frombuffer(mask.to_bytes((num_slots + 7) // 8, "little"), np.uint8)
@@ -74,6 +73,9 @@ class HeldBlocks(Mapping[str, int]):
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._mapping())
+
+    def __bool__(self) -> bool:
+        return bool(self._groups)
 
     def __len__(self) -> int:
         return sum(mask.bit_count() for mask, _ in self._groups)

@@ -15,7 +15,7 @@ nor clocks.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,8 +36,7 @@ _Floats = npt.NDArray[np.float64]
 _Tiers = npt.NDArray[np.int8]
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(NamedTuple):
     """The replica for one request, and the cache hits that the choice was based on."""
 
     replica: str
@@ -113,7 +112,7 @@ class RoutingPolicy:
         missing = np.full(len(costs), float(most)) if cached is None else most - cached
         floors = costs - missing * (saved_per_block(prompt, prices) * rows.seconds_per_token)
         floors[missing <= 0] = np.inf
-        fetches = dict[int, Fetch]()
+        fetches: dict[int, Fetch] = {}
         for _ in range(_MAX_FETCHING):
             row = int(floors.argmin())
             if floors[row] > cheapest * _TIED:

@@ -6,6 +6,7 @@ caller holds that of RoutingState.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from math import inf
 
 import xxhash
@@ -61,7 +62,7 @@ class ReplicaTable:
         self.cluster = ClusterLoad()
         self.rates = SourceRates()
         self._pending = self._decoding = self._busy = 0  # sums over the replicas; busy: those with anything pending
-        self._fresh_until = inf  # no report expires before then
+        self._fresh: OrderedDict[str, Replica] = OrderedDict()  # those that are, in the order in which they expire
         self._mean_rate = 1.0  # prefill tokens/s; for replicas that have not measured theirs
         self._knows_rates = False
         self._mean_costs: StepCosts | None = None  # likewise
@@ -77,14 +78,14 @@ class ReplicaTable:
         replica = self.by_name[name] = Replica(name)
         self.rows.add(name, slot, replica.seed)
         self._update_cost(replica)
-        self._fresh_until = -inf
 
     def remove(self, name: str) -> None:
         """Remove a replica."""
         self._count(self.by_name.pop(name), 0, 0)
         self.rows.remove(name)
         self.rates.remove(name)
-        self._fresh_until = -inf
+        if self._fresh.pop(name, None) is not None and not self._fresh:
+            self._update_costs()
 
     def report(self, name: str, load: EngineLoad, now: float) -> None:
         """Apply a load report of a known replica, which arrives at ``now``."""
@@ -96,10 +97,13 @@ class ReplicaTable:
         if now >= self._next_speeds_update:
             self._next_speeds_update = now + _SPEEDS_INTERVAL_S
             self._update_speeds()
-        if replica.is_fresh:
-            self._update_cost(replica)
+        is_first = not self._fresh
+        replica.is_fresh, self._fresh[name] = True, replica
+        self._fresh.move_to_end(name)
+        if is_first:
+            self._update_costs()
         else:
-            self._update_freshness(now)
+            self._update_cost(replica)
 
     def sent(self, dispatch: Dispatch) -> None:
         """Add a dispatch to the load of its replica, which is known."""
@@ -115,8 +119,8 @@ class ReplicaTable:
 
     def sample(self, now: float) -> None:
         """Bring the table up to date for a decision: expired reports, and the means over time."""
-        if now > self._fresh_until:
-            self._update_freshness(now)
+        while self._fresh and (oldest := next(iter(self._fresh.values()))).fresh_until < now:
+            self._expire(oldest)
         number = len(self.by_name)
         self.cluster.sample(self._pending / number, self._decoding / number, self._busy / number, now)
 
@@ -145,15 +149,13 @@ class ReplicaTable:
         has_queue = report.num_waiting > 0 or report.queued_prefill_tokens > 0
         return (has_queue or not needs_queue) and replica.load.has_stepped_since(now - within_s)
 
-    def _update_freshness(self, now: float) -> None:
-        replicas = self.by_name.values()
-        for replica in replicas:
-            replica.is_fresh = now <= replica.fresh_until
-        any_is_fresh = any(replica.is_fresh for replica in replicas)
-        for replica in replicas:
-            replica.ranks_last = any_is_fresh and not replica.is_fresh and replica.load.report is not None
+    def _expire(self, replica: Replica) -> None:
+        del self._fresh[replica.name]
+        replica.is_fresh = False
+        if self._fresh:
             self._update_cost(replica)
-        self._fresh_until = min((replica.fresh_until for replica in replicas if replica.is_fresh), default=inf)
+        else:
+            self._update_costs()
 
     def _update_speeds(self) -> None:
         loads = [replica.load for replica in self.by_name.values()]
@@ -166,11 +168,15 @@ class ReplicaTable:
             rates = [1 / self._mean_costs.prefill_token_s]
         self._knows_rates = bool(rates)
         self._mean_rate = sum(rates) / len(rates) if rates else 1.0
+        self._update_costs()
+
+    def _update_costs(self) -> None:
         for replica in self.by_name.values():
             self._update_cost(replica)
 
     def _update_cost(self, replica: Replica) -> None:
         load, fresh = replica.load, replica.is_fresh
+        replica.ranks_last = not fresh and bool(self._fresh) and load.report is not None
         num_pending, pending_tokens = load.pending(fresh=fresh)
         num_decoding, decoding_tokens = load.decoding(fresh=fresh)
         self._count(replica, num_pending, num_decoding)

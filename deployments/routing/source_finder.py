@@ -182,7 +182,7 @@ class SourceFinder:
         Args:
             is_whole: a part of what a replica holds is worth nothing.
         """
-        holders = list[Holder]()
+        holders: list[Holder] = []
         for name, held in islice(_deepest_first(num_cached_blocks), _MAX_TRIED + len(avoid)):
             address = self._address_of(name, is_lost)
             if address is None or name in avoid:

@@ -36,6 +36,7 @@ class SourceRates:
         self._measured: dict[str, dict[str, tuple[SourceRate, float]]] = {}  # replica -> source -> (rate, when)
         self._rates: dict[str, dict[str, FetchRate]] = {}  # the same, as get() returns them
         self._means: dict[str, FetchRate] = {}  # of a replica's peers
+        self._sums = FetchRate(0.0, 0.0)  # over the means, so that a report of one replica looks at no other
         self._cluster_mean: FetchRate | None = None
         self._next_guess, self._guess_s = -inf, _FIRST_GUESS_S
 
@@ -60,8 +61,7 @@ class SourceRates:
         """Forget a replica."""
         self._measured.pop(replica, None)
         self._rates.pop(replica, None)
-        if self._means.pop(replica, None) is not None:
-            self._update_cluster_mean()
+        self._set_mean(replica, [])
 
     def get(self, replica: str, source: str) -> FetchRate | None:
         """Return the rate at which a replica fetches from a source; None: unknown.
@@ -90,19 +90,20 @@ class SourceRates:
             for source, (rate, since) in self._measured[replica].items()
             if since >= now - _EXPIRES_S
         }
-        peers = [rate for source, rate in rates.items() if source not in _STORAGE]
+        self._set_mean(replica, [rate for source, rate in rates.items() if source not in _STORAGE])
+
+    def _set_mean(self, replica: str, peers: list[FetchRate]) -> None:
+        if (old := self._means.pop(replica, None)) is not None:
+            self._sums = _sum([self._sums, FetchRate(-old.latency_s, -old.seconds_per_token)])
         if peers:
-            self._means[replica] = _mean(peers)
-        else:
-            self._means.pop(replica, None)
-        self._update_cluster_mean()
-
-    def _update_cluster_mean(self) -> None:
-        self._cluster_mean = _mean(list(self._means.values())) if self._means else None
+            mean = self._means[replica] = _mean(_sum(peers), len(peers))
+            self._sums = _sum([self._sums, mean])
+        self._cluster_mean = _mean(self._sums, len(self._means)) if self._means else None
 
 
-def _mean(rates: list[FetchRate]) -> FetchRate:
-    number = len(rates)
-    return FetchRate(
-        sum(rate.latency_s for rate in rates) / number, sum(rate.seconds_per_token for rate in rates) / number
-    )
+def _sum(rates: list[FetchRate]) -> FetchRate:
+    return FetchRate(sum(rate.latency_s for rate in rates), sum(rate.seconds_per_token for rate in rates))
+
+
+def _mean(total: FetchRate, number: int) -> FetchRate:
+    return FetchRate(total.latency_s / number, total.seconds_per_token / number)

@@ -49,10 +49,12 @@ def test_the_sums_are_those_of_the_replicas_that_are_left(actions: list[tuple[st
         if table.by_name:
             table.sample(now)
         pending, decoding = [], []
+        any_is_fresh = any(now <= replica.fresh_until for replica in table.by_name.values())
         for replica in table.by_name.values():
             fresh = now <= replica.fresh_until
             pending.append(replica.load.pending(fresh=fresh)[0])
             decoding.append(replica.load.decoding(fresh=fresh)[0])
+            assert replica.ranks_last == (any_is_fresh and not fresh and replica.load.report is not None)
         assert (table._pending, table._decoding) == (sum(pending), sum(decoding))
         assert table._busy == sum(number > 0 for number in pending)
         names = sorted(table.by_name)
@@ -91,3 +93,23 @@ def test_while_only_short_prompts_were_computed_a_token_costs_what_the_steps_say
     assert table.by_name["a"].queue_s == pytest.approx(0.05)
     table.report("b", replace(IDLE, prefill_tokens_per_s=1_000.0), 2.0)
     assert [table.by_name[name].seconds_per_token for name in "ab"] == [0.001, 0.001]
+
+
+def test_replicas_whose_reports_have_expired_rank_last_while_others_report() -> None:
+    table = ReplicaTable(RoutingOptions(stale_after_s=2.0))
+    for slot, name in enumerate("abc"):
+        table.add(name, slot)
+
+    def last(now: float) -> list[str]:
+        table.sample(now)
+        return [name for name, replica in table.by_name.items() if replica.ranks_last]
+
+    for now, name in ((0.0, "a"), (0.5, "b"), (2.0, "a")):
+        table.report(name, IDLE, now)
+    assert last(2.5) == []
+    assert last(3.0) == ["b"]
+    assert last(5.0) == []  # all have expired
+    table.report("b", IDLE, 5.0)
+    assert last(5.0) == ["a"]
+    table.remove("b")
+    assert last(5.0) == []

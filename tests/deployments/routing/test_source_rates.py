@@ -54,6 +54,16 @@ def test_a_removed_replica_takes_its_rates_along() -> None:
     assert rates.get("x", B) is None
 
 
+def test_the_mean_of_the_cluster_is_that_of_the_latest_reports_of_the_replicas_that_are_left() -> None:
+    rates = SourceRates()
+    for tokens_per_s in (1.0, 10.0, 20.0):
+        for name, factor in (("a", 1.0), ("b", 2.0), ("c", 4.0)):
+            rates.report(name, [SourceRate(B, 1 / factor, factor * tokens_per_s)], now=0.0)
+    rates.remove("a")
+    assert (mean := rates.get("x", B)) is not None
+    assert tuple(mean) == pytest.approx(((1 / 2 + 1 / 4) / 2, (1 / 40 + 1 / 80) / 2))
+
+
 def test_guesses_end_with_the_first_rate_and_become_rare_if_they_show_none() -> None:
     rates, guessed = SourceRates(), []
     for now in range(2_000):
