@@ -214,7 +214,7 @@ class EngineConfig:
                 remedy="choose cuda",
             )
         method = None if self.speculation is None else self.speculation.method
-        if self.tensor_parallel_size > 1 and method in ("draft_model", "mtp"):
+        if self.tensor_parallel_size > 1 and method in ("draft_model", "mtp", "eagle3"):
             raise ConfigError(
                 "needs tensor_parallel_size=1",
                 param="speculative_config",

@@ -5,7 +5,7 @@ numbers have the model's dtype, unless it says that they are FP8. Pools follow f
 attention declares a KeyValue or a Latent, a recurrent one a State; one with both declares two. An attention layer that
 reads the keys and values of an earlier layer declares a SharedWith. One that chooses the tokens it attends to declares
 an IndexKey after its Latent. The layers of a draft model are declared after those of the model whose tokens it drafts,
-with a PrefixMark; a layer of multi-token prediction (MTP) declares a HiddenState, too.
+with a PrefixMark; a layer of multi-token prediction (MTP) or an EAGLE-3 head declares a HiddenState, too.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class IndexKey:
 
 @dataclass(frozen=True, slots=True)
 class HiddenState:
-    """A model's last hidden state after each token, from which layers of multi-token prediction (MTP) draft.
+    """A hidden state after each token, from which a layer of multi-token prediction (MTP) or an EAGLE-3 head drafts.
 
     Attributes:
         size: numbers of the hidden state.

@@ -143,7 +143,7 @@ REQUEST_PROMPT = Metric("request_prompt_tokens", "histogram", "Prompt tokens of 
 REQUEST_GENERATION = Metric(
     "request_generation_tokens", "histogram", "Tokens generated for a request.", (), TOKEN_BUCKETS
 )
-_DRAFTERS = (("prediction",), ("ngram",), ("suffix",), ("draft_model",), ("mtp",))
+_DRAFTERS = (("prediction",), ("ngram",), ("suffix",), ("draft_model",), ("mtp",), ("eagle3",))
 DRAFTS = Metric(
     "spec_decode_num_drafts",
     "counter",

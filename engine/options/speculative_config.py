@@ -31,7 +31,9 @@ _OPTIONS = {  # of each method
     ),
     "draft_model": (*_SHARED, "model", "quantization"),
     "mtp": _SHARED,
+    "eagle3": (*_SHARED, "model", "quantization"),
 }
+_MODELS = {"draft_model": "draft model", "eagle3": "EAGLE-3 head"}  # of methods that need one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,7 @@ class SpeculativeConfig:
             Oliaro et al., 2024). ``draft_model``: those that a smaller model samples with the same noise, so that it
             agrees with the large one where their distributions are alike (Daliri et al., 2024, arXiv 2408.07978).
             ``mtp``: those that the checkpoint's own layer of multi-token prediction samples, with the same noise too.
+            ``eagle3``: those that an EAGLE-3 head samples, likewise (Li et al., 2025, arXiv 2503.01840).
             With any of them, the ``prediction`` of a request comes first.
         num_speculative_tokens: most draft tokens of a sequence in one step, at most 128; with ``suffix`` the default is
             suffix_decoding_max_tree_depth, and with ``mtp`` 1. With ``max_decode_slowdown``, fewer are computed where
@@ -57,8 +60,9 @@ class SpeculativeConfig:
         suffix_decoding_max_spec_factor: most draft tokens for each token of the match.
         suffix_decoding_min_token_prob: a draft ends before a token whose probability, by how often it and those before
             it followed the match, is less.
-        model: of ``draft_model``, its checkpoint, as ``model`` of the engine; with the same vocabulary as that.
-        quantization: of ``draft_model``, as ``quantization`` of the engine.
+        model: of ``draft_model``, its checkpoint, as ``model`` of the engine; with the same vocabulary as that. Of
+            ``eagle3`` the directory of the head.
+        quantization: of that model or head, as ``quantization`` of the engine.
 
     Raises:
         ConfigError: for any value out of range.
@@ -87,10 +91,9 @@ class SpeculativeConfig:
                 value=self.prompt_lookup_min,
                 remedy="lower it",
             )
-        if self.method == "draft_model" and self.model is None:
-            raise ConfigError(
-                "is missing", param="speculative_config", part="model", remedy="give the checkpoint of the draft model"
-            )
+        if self.method in _MODELS and self.model is None:
+            remedy = f"give the checkpoint of the {_MODELS[self.method]}"
+            raise ConfigError("is missing", param="speculative_config", part="model", remedy=remedy)
 
     @classmethod
     def from_options(cls, options: Any) -> SpeculativeConfig:

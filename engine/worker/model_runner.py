@@ -30,7 +30,7 @@ from engine.sampling.sampler import Sampler
 from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput, StepTimes
 from engine.sequence import Sequence, SequenceGroup
 from engine.worker.drafting.cpu_draft_model import CpuDraftModel
-from engine.worker.drafting.cpu_mtp_model import CpuMtpModel
+from engine.worker.drafting.cpu_hidden_state_model import CpuHiddenStateModel
 from engine.worker.drafting.gpu_draft_model import GpuDraftModel
 from engine.worker.drafting.prefix_marks import HostPrefixMarks
 from engine.worker.memory import host_pools_for, pools_of_blocks
@@ -238,8 +238,10 @@ class ModelRunner:
     def _new_draft_model(self) -> CpuDraftModel | GpuDraftModel | None:
         worker, draft = self.workers.local, self.workers.local.shard.draft
         weight_bytes, max_pass_tokens = worker.shard.weight_bytes, self.config.tokens_per_step
-        if (mtp := worker.shard.mtp) is not None:
-            return CpuMtpModel(mtp, worker.kv_cache, weight_bytes=weight_bytes, max_pass_tokens=max_pass_tokens)
+        if (head := worker.shard.draft_head) is not None:
+            return CpuHiddenStateModel(
+                head, worker.kv_cache, weight_bytes=weight_bytes, max_pass_tokens=max_pass_tokens
+            )
         if draft is None:
             return None
         if worker.draft_passes is None:

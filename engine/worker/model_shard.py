@@ -33,7 +33,9 @@ from engine.models.decoder.loader import load_decoder
 from engine.models.tensor_parallel import TensorParallel
 from engine.worker.device import resolve_device
 from engine.worker.drafting.draft_decoder import DraftDecoder
-from engine.worker.drafting.mtp_decoder import new_mtp_decoder
+from engine.worker.drafting.eagle3_decoder import Eagle3Decoder
+from engine.worker.drafting.hidden_state_decoder import HiddenStateDecoder
+from engine.worker.drafting.mtp_decoder import MtpDecoder
 from engine.worker.rank_sizes import require_rank_size
 from engine.worker.step_plan import ModelInput
 from kernels.attention.base import AttentionBackend, StepLimits
@@ -71,7 +73,7 @@ class ModelShard:
         model: the model, after ``load``.
         kv_cache_dtype: of keys and values.
         draft: the draft model, whose weights ``load`` loads; None if the config has none.
-        mtp: the layer of multi-token prediction, likewise.
+        draft_head: the layer of multi-token prediction, or the EAGLE-3 head, likewise.
 
     Raises:
         ConfigError: if an option does not fit the model, the backend or the machine.
@@ -104,14 +106,7 @@ class ModelShard:
         except ValueError as error:
             raise ConfigError(str(error)) from error
         self.draft = self._draft_decoder()
-        self.mtp = new_mtp_decoder(
-            config,
-            self.model_config,
-            dtype=self.dtype,
-            device=self.device,
-            backend=self.backend,
-            max_model_len=self.max_model_len,
-        )
+        self.draft_head = self._draft_head()
         if rank == 0:
             logger.info(
                 "Using %s attention backend on %s, with blocks of %d tokens (%s)",
@@ -195,8 +190,22 @@ class ModelShard:
             kv_cache_dtype=self.kv_cache_dtype,
         )
 
+    def _draft_head(self) -> HiddenStateDecoder | None:
+        options = self.config.speculation
+        heads: dict[str, type[MtpDecoder] | type[Eagle3Decoder]] = {"mtp": MtpDecoder, "eagle3": Eagle3Decoder}
+        if options is None or options.method not in heads:
+            return None
+        return heads[options.method](
+            self.config,
+            self.model_config,
+            dtype=self.dtype,
+            device=self.device,
+            backend=self.backend,
+            max_model_len=self.max_model_len,
+        )
+
     def load(self, parallel: TensorParallel) -> None:
-        """Load the weights of a rank of ``parallel``, and those of the draft model or the MTP layer if there is one.
+        """Load the weights of a rank of ``parallel``, and those of what drafts for it, if anything does.
 
         Raises:
             ModelLoadError: if the checkpoint cannot be served.
@@ -204,8 +213,8 @@ class ModelShard:
         self.model = self._load_model(parallel)
         if self.draft is not None:
             self.draft.load()
-        if self.mtp is not None:
-            self.mtp.load(self.model)
+        if self.draft_head is not None:
+            self.draft_head.load(self.model)
         return_freed_memory()  # the threads that read weights have left some of theirs, each in an arena of its own
 
     def _load_model(self, parallel: TensorParallel) -> Decoder | CpuDecoder | TransformersDecoder:
@@ -240,10 +249,14 @@ class ModelShard:
         """Return the hidden states [num_tokens, hidden_size] of a batch, whose keys and values go to ``kv_cache``."""
         windows = dict(zip(kv_cache.windows, model_input.windows, strict=True))
         own = kv_cache.part(0, len(self.model.layer_caches))
-        context = ForwardContext(self.backend, model_input.metadata, own, windows, model_input.recurrent)
-        hidden: torch.Tensor = self.model(model_input.token_ids, model_input.positions, context)
-        if self.mtp is not None:
-            self.mtp.keep(hidden, model_input.metadata.slot_mapping, kv_cache)
+        head, token_ids = self.draft_head, model_input.token_ids
+        aux = None if head is None else head.new_aux_states(len(token_ids))
+        context = ForwardContext(
+            self.backend, model_input.metadata, own, windows, model_input.recurrent, aux_states=aux
+        )
+        hidden: torch.Tensor = self.model(token_ids, model_input.positions, context)
+        if head is not None:
+            head.keep(hidden if aux is None else aux.states, model_input.metadata.slot_mapping, kv_cache)
         return hidden
 
     def compute_prompt_logits(
@@ -280,12 +293,12 @@ class ModelShard:
 
     @property
     def layer_caches(self) -> tuple[LayerCache, ...]:
-        """What the layers of this rank's model cache, then those of the draft model or MTP layer if there is one."""
+        """What the layers of this rank's model cache, then those of what drafts for it."""
         return self.declared(self.model.layer_caches)
 
     def declared(self, layers: Sequence[LayerCache]) -> tuple[LayerCache, ...]:
         """Return what ``layers`` of the model cache in this engine, then those of what drafts for it."""
-        own, drafting = in_dtype(layers, self.kv_cache_dtype), self.draft or self.mtp
+        own, drafting = in_dtype(layers, self.kv_cache_dtype), self.draft or self.draft_head
         return own if drafting is None else drafting.joined_with(own)
 
     @property

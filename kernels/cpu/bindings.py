@@ -274,7 +274,9 @@ class CStep(ctypes.Structure):
         *_fields(_INT32, "num_tokens", "num_seqs", "max_blocks", "block_size", "most_chosen"),
         *_fields(_POINTER, "chosen", "num_chosen", "token_starts"),
         *_fields(_SEQUENCES, "sequences"),
-        *_fields(_POINTER, "own_inputs", "words", "row_scales", "wide", "query", "attended", "mixed"),
+        *_fields(_POINTER, "own_inputs", "mixer_input", "aux_layers", "aux_states"),
+        ("num_aux", _INT32),
+        *_fields(_POINTER, "words", "row_scales", "wide", "query", "attended", "mixed"),
     )
 
 

@@ -54,6 +54,7 @@ class LayerShape:
         own_width: of an input that the layer has beside the hidden states; 0: there is none.
         own_index: of this input among those of a step.
         laurel_rank: width of a low-rank branch beside attention; 0: there is none.
+        mixer_inputs: numbers that ``qkv`` reads of each token; 0: as many as the hidden states have.
         gate_cutoff: of the feed-forward's gates, in standard deviations above a token's mean; None: all count.
     """
 
@@ -80,6 +81,7 @@ class LayerShape:
     own_width: int = 0
     own_index: int = 0
     laurel_rank: int = 0
+    mixer_inputs: int = 0
     gate_cutoff: float | None = None
 
 
@@ -118,7 +120,9 @@ class PackedLayer:
         if shape.latent is not None:
             self.latent = PackedLatent(shape.latent, kind, coded)
             num_qkv, value_dim = shape.latent.query_width + head_dim, shape.latent.value_dim
-        self.qkv = packed_linear(kind, hidden, num_qkv, has_bias=shape.qkv_bias, sections=coded.get("qkv"))
+        self.qkv = packed_linear(
+            kind, shape.mixer_inputs or hidden, num_qkv, has_bias=shape.qkv_bias, sections=coded.get("qkv")
+        )
         self.output = packed_linear(
             kind, heads * value_dim, hidden, has_bias=shape.output_bias, sections=coded.get("output")
         )

@@ -37,6 +37,10 @@ class CpuStep:
         top_k: tokens that a query attends to at most in sparse latent attention; None: the model has none.
         streams: float32 [num_streams, num_tokens, hidden_size], the residual streams of a model with several, which
             the layers change; ``hidden`` is then memory for the one that they compute.
+        mixer_input: float32 [num_tokens, inputs of qkv], what attention reads in place of the normalized ``hidden``.
+        aux_layers: int32 [num_aux], ascending: ``all_layers`` copies the residual stream before each of these layers,
+            and with the number of layers that after the last one.
+        aux_states: float32 [num_tokens, num_aux * hidden_size], where to.
 
     Attributes:
         chosen: the slots that each token attends to, int32 [num_tokens, top_k], written by a layer with an indexer, and
@@ -56,6 +60,9 @@ class CpuStep:
         own_inputs: torch.Tensor | None = None,
         top_k: int | None = None,
         streams: torch.Tensor | None = None,
+        mixer_input: torch.Tensor | None = None,
+        aux_layers: torch.Tensor | None = None,
+        aux_states: torch.Tensor | None = None,
     ) -> None:
         scratch.reserve(hidden.shape[0])
         self._metadata, self._windows = metadata, windows or {}
@@ -76,9 +83,15 @@ class CpuStep:
             torch.empty(num_chosen, dtype=torch.int32),
         )
         token_starts = torch.arange(num_chosen + 1, dtype=torch.int32)
-        self._kept = (hidden, positions, metadata, addend, sequences, scratch, own_inputs, token_starts, streams)
+        aux = (aux_layers, aux_states)
+        self._kept = (hidden, positions, metadata, addend, sequences, scratch, own_inputs, token_starts, streams, aux)
+        self._mixer_input = mixer_input
         assert streams is None or (streams.is_contiguous() and streams.shape[1:] == hidden.shape)
         assert own_inputs is None or (own_inputs.is_contiguous() and own_inputs.dtype == torch.float32)
+        assert mixer_input is None or (mixer_input.is_contiguous() and mixer_input.dtype == torch.float32)
+        assert aux_layers is None or aux_layers.dtype == torch.int32
+        num_aux = 0 if aux_layers is None else len(aux_layers)
+        assert aux_states is None or aux_states.shape == (hidden.shape[0], num_aux * hidden.shape[1])
         self.c_step = CStep(
             hidden.data_ptr(),
             address(streams),
@@ -94,6 +107,10 @@ class CpuStep:
             *(part.data_ptr() if most_chosen else None for part in (*self.chosen, token_starts)),
             None if sequences is None else ctypes.pointer(sequences.c_sequences),
             address(own_inputs),
+            address(mixer_input),
+            address(aux_layers),
+            address(aux_states),
+            num_aux,
             scratch.words.data_ptr(),
             scratch.row_scales.data_ptr(),
             scratch.wide.data_ptr(),

@@ -45,6 +45,8 @@ from kernels.coded_weight import CodedMatrix, CodeFormat
 
 __all__ = ["Checkpoint", "open_checkpoint"]
 
+_INTEGERS = {"I64": torch.int64, "I32": torch.int32}
+
 logger = logging.getLogger(__name__)
 
 
@@ -210,6 +212,23 @@ class Checkpoint:
         if shard.num_stacked is not None:
             tensor = tensor[shard.index]
         return tensor.narrow(shard.dim, shard.start, shard.stop - shard.start)
+
+    def read_integers(self, name: str, shape: list[int]) -> torch.Tensor:
+        """Return a tensor of integers, which is not a weight, as int64.
+
+        Raises:
+            ModelLoadError: if it has another shape, or no integers of 32 or 64 bits, or the file cannot be read.
+        """
+        stored = self._stored[name]
+        dtype = _INTEGERS.get(stored.dtype) if isinstance(stored, StoredTensor) else None
+        if not isinstance(stored, StoredTensor) or dtype is None or list(stored.shape) != shape:
+            kind = stored.dtype if isinstance(stored, StoredTensor) else "quantised"
+            raise ModelLoadError(
+                f"'{name}' of '{self.file_of(name)}' is {kind} of the shape {list(stored.shape)}, and integers of the "
+                f"shape {shape} are expected; {self.remedy}"
+            )
+        with _named(name, stored.path):
+            return self._files.map(stored).clone().view(dtype).view(shape).long()
 
     def read_into(self, out: torch.Tensor, name: str, shard: Shard | None = None) -> bool:
         """Fill ``out``, contiguous and on any device, with a tensor or a ``shard`` of it, converted to its dtype.

@@ -86,6 +86,7 @@ class CpuDecoder:
         kind: the type of the linear layers' packed weights.
         plan: which weights stay codes.
         lm_head: the head of another model, which this one shares; None: it has its own.
+        mixer_inputs: numbers that attention reads of each token, given to ``compute``; 0: the normalized hidden states.
 
     Attributes:
         attention: the shape of this rank's attention layers.
@@ -103,6 +104,7 @@ class CpuDecoder:
         kind: WeightKind,
         plan: CodedPlan = NO_CODES,
         lm_head: PackedLinear | None = None,
+        mixer_inputs: int = 0,
     ) -> None:
         self.embed_tokens, self.rope = embed_tokens, rope
         self.config, self.parallel = config, parallel
@@ -110,7 +112,7 @@ class CpuDecoder:
         self._embedding_multiplier = config.embedding_multiplier_in(dtype)
         own = config.shard(parallel.size)
         self.attention, self.layer_caches = own.attention, own.layer_caches
-        self.layers = [packed_layer(own, index, kind, dtype, plan) for index in range(config.num_layers)]
+        self.layers = [packed_layer(own, index, kind, dtype, plan, mixer_inputs) for index in range(config.num_layers)]
         for layer, table in zip(self.layers, config.rope.tables, strict=True):
             if table is None and own.query_growth is not None:
                 layer.set_growth(growth_factors(own.query_growth, torch.arange(len(rope[0]))))
@@ -196,13 +198,23 @@ class CpuDecoder:
         return self.compute(self.embed(token_ids), token_ids, positions, context)
 
     def compute(
-        self, hidden: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
+        self,
+        hidden: torch.Tensor,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: ForwardContext,
+        mixer_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Compute all layers on the input ``hidden`` of the first one, which becomes the result: see ``__call__``."""
+        """Compute all layers on the input ``hidden`` of the first one, which becomes the result: see ``__call__``.
+
+        With ``mixer_inputs``, attention reads ``mixer_input`` [num_tokens, mixer_inputs].
+        """
         addend = hidden.new_empty(2, *hidden.shape) if self.parallel.size > 1 else None
         block_size = context.kv_cache.block_size
         own_inputs = None if self._layer_inputs is None else self._layer_inputs(token_ids, hidden)
         streams = None if self._streams is None else self._streams.start(hidden)
+        aux = context.aux_states
+        assert aux is None or (addend is None and streams is None), "this residual stream is not copied"
         step = CpuStep(
             hidden,
             positions,
@@ -215,6 +227,9 @@ class CpuDecoder:
             own_inputs,
             self._top_k,
             streams,
+            mixer_input,
+            None if aux is None else aux.layers,
+            None if aux is None else aux.states,
         )
         if addend is None:
             all_layers(self.layers, step, context.kv_cache.layers)
@@ -232,12 +247,16 @@ class CpuDecoder:
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return the embeddings of tokens, float32 [num_tokens, hidden_size]."""
-        if self._head_is_embedding:
-            return gather_packed_rows(self.lm_head, token_ids, self._embedding_multiplier)
         if self.parallel.size == 1:
-            return gather_rows(self.embed_tokens.weight, token_ids, self._embedding_multiplier)
+            return self.stored_embeddings(token_ids, self._embedding_multiplier)
         hidden: torch.Tensor = self.embed_tokens(token_ids)  # which also sums over the ranks
         return hidden.float() * self._embedding_multiplier
+
+    def stored_embeddings(self, token_ids: torch.Tensor, multiplier: float = 1.0) -> torch.Tensor:
+        """Return rows of the stored embedding times a number, float32 [num_tokens, hidden_size]; one rank only."""
+        if self._head_is_embedding:
+            return gather_packed_rows(self.lm_head, token_ids, multiplier)
+        return gather_rows(self.embed_tokens.weight, token_ids, multiplier)
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return hidden states after the last norm, from which the logits are computed."""
@@ -321,7 +340,16 @@ def _scratch(config: ModelConfig, layers: list[PackedLayer], kinds: set[WeightKi
     )
     return Scratch(
         *kinds,
-        width=max(hidden, attention_width, widest_mlp, mixed_width, config.per_layer_width, laurel_rank, *of_latents),
+        width=max(
+            hidden,
+            attention_width,
+            widest_mlp,
+            mixed_width,
+            config.per_layer_width,
+            laurel_rank,
+            *(layer.qkv.in_features for layer in layers),
+            *of_latents,
+        ),
         outputs=max(
             hidden,
             widest_mlp,

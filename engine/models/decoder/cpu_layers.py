@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from engine.models.config.model_config import ModelConfig
@@ -35,7 +37,9 @@ _COLUMN_PARALLEL = (
 _LATENT = ("q_a_layernorm", "kv_a_layernorm", "q_b_proj", "kv_b_proj")
 
 
-def packed_layer(config: ModelConfig, layer: int, kind: WeightKind, dtype: torch.dtype, plan: CodedPlan) -> PackedLayer:
+def packed_layer(
+    config: ModelConfig, layer: int, kind: WeightKind, dtype: torch.dtype, plan: CodedPlan, mixer_inputs: int = 0
+) -> PackedLayer:
     """Return a layer of a rank's share of the model, whose weights are zero.
 
     Args:
@@ -44,8 +48,10 @@ def packed_layer(config: ModelConfig, layer: int, kind: WeightKind, dtype: torch
         kind: the type of the packed weights.
         dtype: of the KV cache.
         plan: which weights stay codes.
+        mixer_inputs: numbers that attention reads of each token; 0: the hidden states.
     """
-    packed = PackedLayer(_layer_shape(config, layer), kind, dtype, plan.of_layer(layer, "layer"))
+    shape = replace(_layer_shape(config, layer), mixer_inputs=mixer_inputs)
+    packed = PackedLayer(shape, kind, dtype, plan.of_layer(layer, "layer"))
     if config.experts is not None and config.has_experts(layer):
         sizes = _expert_sizes(config.experts, config.hidden_size)
         packed.set_experts(PackedExperts(sizes, kind, plan.of_layer(layer, "experts")))

@@ -13,7 +13,20 @@ from kernels.attention.window import Window
 from kernels.attention_metadata import AttentionMetadata
 from kernels.recurrent_metadata import RecurrentMetadata
 
-__all__ = ["ForwardContext", "SparseChoice"]
+__all__ = ["AuxStates", "ForwardContext", "SparseChoice"]
+
+
+@dataclass(frozen=True)
+class AuxStates:
+    """Auxiliary hidden states, which an EAGLE-3 head reads: the model writes its residual stream before some layers.
+
+    Attributes:
+        layers: int32, indices of the layers, ascending; the number of layers stands for the end of the last one.
+        states: float32 [num_tokens, len(layers) * hidden_size], those of one token side by side.
+    """
+
+    layers: torch.Tensor
+    states: torch.Tensor
 
 
 @dataclass
@@ -36,6 +49,7 @@ class ForwardContext:
         windows: as ``metadata``, of the pages of each window that has pages of its own.
         recurrent: the step's batch for layers with states; None if the model has none.
         choice: of layers with sparse attention.
+        aux_states: which the model is to write; None: there is no EAGLE-3 head.
         query_factors: float32 [num_tokens, 1, 1], of queries in layers without RoPE; None: they have none.
     """
 
@@ -45,6 +59,7 @@ class ForwardContext:
     windows: Mapping[Window, AttentionMetadata] = field(default_factory=dict)
     recurrent: RecurrentMetadata | None = None
     choice: SparseChoice = field(default_factory=SparseChoice)
+    aux_states: AuxStates | None = None
     query_factors: torch.Tensor | None = None
 
     def metadata_for(self, window: Window | None) -> AttentionMetadata:

@@ -17,6 +17,7 @@ from engine.models.config.model_config import ModelConfig
 from engine.models.decoder.coded_plan import NO_CODES, CodedPlan
 from engine.models.decoder.cpu_decoder import CpuDecoder
 from engine.models.decoder.forward_context import ForwardContext
+from engine.models.mtp.hidden_state_head import HiddenStateHead
 from engine.models.tensor_parallel import TensorParallel
 from kernels.coded_weight import Weight
 from kernels.cpu.linear import PackedLinear, WeightKind, linear
@@ -24,7 +25,7 @@ from kernels.cpu.linear import PackedLinear, WeightKind, linear
 __all__ = ["CpuMtpHead"]
 
 
-class CpuMtpHead(CpuDecoder):
+class CpuMtpHead(HiddenStateHead):
     """A model of one layer, which shares the embedding, the head and the tables of RoPE with the model ``target``.
 
     Args:
@@ -79,16 +80,13 @@ class CpuMtpHead(CpuDecoder):
     def predict(
         self, token_ids: torch.Tensor, hidden_states: torch.Tensor, positions: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
-        """Return the layer's output before its last norm, float32 [num_tokens, hidden_size].
-
-        Args:
-            token_ids: int64 [num_tokens].
-            hidden_states: [num_tokens, hidden_size], after the token before each of them.
-            positions: int64 [num_tokens], of these tokens before.
-            context: of the pass; its slots are those of ``positions``.
-        """
+        """See HiddenStateHead."""
         size, eps = (self.config.hidden_size,), self.config.rms_norm_eps
         embedding = F.rms_norm(self.embed(token_ids), size, self._embedding_norm, eps)
         hidden = F.rms_norm(hidden_states.float(), size, self._hidden_norm, eps)
         both = (hidden, embedding) if self._hidden_first else (embedding, hidden)
         return self.compute(linear(torch.cat(both, dim=1), self._projection), token_ids, positions, context)
+
+    def next_states(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the output after the last norm: the model's hidden states are after theirs, too."""
+        return self.normed(hidden)

@@ -1,4 +1,4 @@
-"""The draft model, or the MTP layer: its weights, its part of the KV cache, and the tokens that it samples.
+"""The draft model, the MTP layer or the EAGLE-3 head: its weights, its part of the KV cache, and its tokens.
 
 Knows tensors. Does not know which sequences get drafts, nor how many tokens are worth drafting.
 """

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from engine.scheduling.drafting.draft_model import ModelDrafts
 from engine.sequence import Sequence
 from engine.worker.drafting.draft_decoder import DraftDecoder
-from engine.worker.drafting.mtp_decoder import MtpDecoder
+from engine.worker.drafting.hidden_state_decoder import HiddenStateDecoder
 from engine.worker.drafting.prefix_marks import PrefixMarks
 
 __all__ = ["Chunk", "ChunkedDraftModel"]
@@ -51,7 +51,7 @@ class ChunkedDraftModel(ABC):
 
     def __init__(
         self,
-        decoder: DraftDecoder | MtpDecoder,
+        decoder: DraftDecoder | HiddenStateDecoder,
         marks: PrefixMarks,
         block_size: int,
         *,

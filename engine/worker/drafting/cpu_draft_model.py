@@ -25,7 +25,7 @@ from engine.sequence import Sequence
 from engine.structured_outputs.bitmask import fill_bitmask
 from engine.worker.drafting.chunked_draft_model import Chunk, ChunkedDraftModel
 from engine.worker.drafting.draft_decoder import DraftDecoder
-from engine.worker.drafting.mtp_decoder import MtpDecoder
+from engine.worker.drafting.hidden_state_decoder import HiddenStateDecoder
 from engine.worker.drafting.prefix_marks import PrefixMarks
 from kernels.attention_metadata import AttentionMetadata, leading_decodes
 
@@ -43,9 +43,9 @@ class CpuDraftModel(ChunkedDraftModel):
     """
 
     def __init__(
-        self, decoder: DraftDecoder | MtpDecoder, cache: KVCache, *, weight_bytes: int, max_pass_tokens: int
+        self, decoder: DraftDecoder | HiddenStateDecoder, cache: KVCache, *, weight_bytes: int, max_pass_tokens: int
     ) -> None:
-        marks = PrefixMarks(cache.layers[-1][0], include_next=isinstance(decoder, MtpDecoder))
+        marks = PrefixMarks(cache.layers[-1][0], include_next=isinstance(decoder, HiddenStateDecoder))
         sizes = {"weight_bytes": weight_bytes, "max_pass_tokens": max_pass_tokens}
         super().__init__(decoder, marks, cache.block_size, **sizes)
         self._cache = decoder.part_of(cache)

@@ -19,7 +19,7 @@ from engine.models.config.files.text_parts import text_config, text_fields
 from engine.models.config.files.without_transformers import plain_config
 from engine.models.gguf.file import is_gguf
 
-__all__ = ["load_hf_config", "read_with_transformers"]
+__all__ = ["load_hf_config", "read_with_transformers", "unreadable_config"]
 
 logger = logging.getLogger(__name__)
 
@@ -65,10 +65,11 @@ def read_with_transformers(path: str | Path) -> Any:
     except ModelLoadError:
         raise
     except Exception as error:  # its classes check some values, and compute with others
-        raise _unreadable(directory, error) from error
+        raise unreadable_config(directory, error) from error
 
 
-def _unreadable(path: str | Path, error: Exception) -> ModelLoadError:
+def unreadable_config(path: str | Path, error: Exception) -> ModelLoadError:
+    """Return the error about a config.json that transformers refused with ``error``."""
     lines = str(error).split("\n")
     problem = " ".join(line.strip() for line in lines[:2]) if lines[0].endswith(":") else lines[0]
     return ModelLoadError(

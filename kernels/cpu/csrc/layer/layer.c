@@ -3,6 +3,7 @@
 
 #include <stdbool.h>
 #include <stddef.h>
+#include <string.h>
 
 #include "attention/attention.h"
 #include "layer/gate.h"
@@ -130,7 +131,8 @@ void pagoda_mixer_half(const pagoda_layer *layer, const pagoda_step *step, const
     if (!has_attention && !recurrent) return;
     pagoda_rows rows = {step->words, step->row_scales, step->num_tokens};
     const pagoda_weight *first = recurrent ? &recurrent->input : &layer->qkv;
-    pagoda_pack_rows_for(&rows, step->hidden, 0, first, layer->input_norm, layer->eps);
+    if (step->mixer_input) pagoda_pack_rows_for(&rows, step->mixer_input, 0, first, NULL, 0);
+    else pagoda_pack_rows_for(&rows, step->hidden, 0, first, layer->input_norm, layer->eps);
     if (recurrent) {
         pagoda_recurrent_call call = {step->sequences, &rows, step->wide, step->mixed, cache->conv_state, cache->state};
         pagoda_compute_recurrent(recurrent, &call);
@@ -209,16 +211,28 @@ void pagoda_add_own_input(const pagoda_layer *layer, const pagoda_step *step) {
                                layer->eps, 1, layer->own_output_scale);
 }
 
+/* Copies the hidden states before a layer, if they are auxiliary ones. */
+static void copy_aux_states(const pagoda_step *step, int32_t layer, int64_t width) {
+    for (int32_t aux = 0; aux < step->num_aux; aux++) {
+        if (step->aux_layers[aux] != layer) continue;
+        for (int64_t token = 0; token < step->num_tokens; token++)
+            memcpy(step->aux_states + (token * step->num_aux + aux) * width, step->hidden + token * width,
+                   width * sizeof(float));
+    }
+}
+
 void pagoda_layers(const pagoda_layer *const *layers, int32_t num_layers, const pagoda_step *step,
                    const pagoda_layer_cache *caches) {
     for (int32_t i = 0; i < num_layers; i++) {
         const pagoda_altup *altup = layers[i]->altup;
         const int32_t width = layers[i]->hidden_size;
+        copy_aux_states(step, i, width);
         if (altup) pagoda_predict_streams(altup, step->streams, step->hidden, step->num_tokens, width);
         pagoda_mixer_half(layers[i], step, &caches[i]);
         pagoda_mlp_half(layers[i], step);
         if (altup) pagoda_correct_streams(altup, step->streams, step->hidden, step->num_tokens, width);
         pagoda_add_own_input(layers[i], step);
+        if (i + 1 == num_layers) copy_aux_states(step, num_layers, width);
     }
 }
 

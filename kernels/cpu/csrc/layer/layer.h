@@ -85,6 +85,10 @@ typedef struct {
     const int32_t *token_starts; /* 0, 1, ... num_tokens */
     const pagoda_sequences *sequences; /* of recurrent layers; NULL: there are none */
     const float *own_inputs; /* of each layer [num_tokens, own_width], one after another; NULL: there are none */
+    const float *mixer_input;  /* [num_tokens, inputs of qkv], what attention reads in place of norm(hidden); NULL */
+    const int32_t *aux_layers; /* [num_aux], ascending: pagoda_layers copies the hidden states before each of them */
+    float *aux_states;         /* [num_tokens, num_aux, hidden_size] */
+    int32_t num_aux;           /* at most one more than there are layers; 0: none are copied */
     /* Scratch. */
     uint32_t *words;   /* [num_tokens, the widest row's words] */
     float *row_scales; /* [num_tokens] */
@@ -124,7 +128,8 @@ void pagoda_add_dense_and_experts(const pagoda_layer *layer, float *hidden, floa
 void pagoda_add_own_input(const pagoda_layer *layer, const pagoda_step *step);
 
 /* All of every layer; the caches are each layer's. One call, because between calls a Python program's
- * other threads could delay the next one. */
+ * other threads could delay the next one. So it copies the auxiliary hidden states, too: those before a layer with the
+ * number of layers are those after the last one. */
 void pagoda_layers(const pagoda_layer *const *layers, int32_t num_layers, const pagoda_step *step,
                    const pagoda_layer_cache *caches);
 

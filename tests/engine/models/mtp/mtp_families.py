@@ -163,6 +163,10 @@ class MtpOracle:
         save_file({name: weight.contiguous() for name, weight in weights.items()}, file, {"format": "pt"})
         return saved
 
+    def speculation(self, saved: str, num_tokens: int) -> dict[str, Any]:
+        """Return the options of an engine of a saved model."""
+        return {"method": "mtp", "num_speculative_tokens": num_tokens}
+
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters of the model and the layer, by their published names; those of no stacked experts."""
         named = dict(self.model.named_parameters())

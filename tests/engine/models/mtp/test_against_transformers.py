@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,13 @@ from engine.models.decoder.cpu_decoder import CpuDecoder
 from engine.models.mtp import loader
 from engine.models.mtp.cpu_mtp_head import CpuMtpHead
 from engine.sampling_params import SamplingParams
-from engine.scheduling.drafting.draft_model import ModelDrafts
-from engine.sequence import Sequence
-from engine.worker.drafting.cpu_mtp_model import CpuMtpModel
 from engine.worker.drafting.mtp_decoder import MtpDecoder
 from kernels.cpu.library import library
 from tests.engine.models.checkpoint.formats.quantised import is_linear
 from tests.engine.models.mtp.mtp_families import MTP_FAMILIES, MtpOracle
 from tests.engine.models.published.weight_formats import FORMS
 from tests.engine.oracle import make_llm, run
+from tests.engine.worker.drafting.draft_logits import DraftLogits
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compiler")
 
@@ -33,42 +31,6 @@ NAMES = [name if name in IN_MAKE_TEST else pytest.param(name, marks=pytest.mark.
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [50], list(range(20, 58))]
 NUM_TOKENS = 3  # of a draft
 TOLERANCE = 1e-4  # of logits of about 5, in float32
-
-
-class DraftLogits:
-    """Records from which logits the drafts of every engine are sampled.
-
-    Attributes:
-        seen: the tokens of a sequence and its draft so far, how many of them are the draft, and the logits after them.
-    """
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.seen: list[tuple[list[int], int, torch.Tensor]] = []
-        self._num_passes = 0
-        draft, sample = CpuMtpModel.draft, CpuMtpModel._sample
-
-        def drafting(model: CpuMtpModel, lengths: Mapping[Sequence, int]) -> ModelDrafts:
-            self._num_passes = 0
-            return draft(model, lengths)
-
-        def sampling(model: CpuMtpModel, logits: torch.Tensor, sequences: list[Sequence]) -> list[int | None]:
-            for row, sequence in zip(logits, sequences, strict=True):
-                self.seen.append((list(sequence.token_ids), self._num_passes, row.clone()))
-            self._num_passes += 1
-            return sample(model, logits, sequences)
-
-        monkeypatch.setattr(CpuMtpModel, "draft", drafting)
-        monkeypatch.setattr(CpuMtpModel, "_sample", sampling)
-
-    def largest_error(self, oracle: MtpOracle, num_drafted: int) -> float:
-        """Return the largest difference from the oracle's logits of the draft token with this index."""
-        errors = [
-            float((oracle.draft_logits(token_ids, num_drafted) - logits).abs().max())
-            for token_ids, drafted, logits in self.seen
-            if drafted == num_drafted
-        ]
-        assert len(errors) >= 10
-        return max(errors)
 
 
 def drafted(path: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> DraftLogits:

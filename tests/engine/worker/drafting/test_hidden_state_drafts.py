@@ -1,4 +1,4 @@
-"""What a layer of multi-token prediction drafts depends on the sequence alone, whatever the engine has done with its
+"""What an MTP layer or an EAGLE-3 head drafts depends on the sequence alone, whatever the engine has done with its
 blocks: any key, value or hidden state that is stale, missing or in the wrong slot would show.
 """
 
@@ -17,15 +17,17 @@ from transformers import PreTrainedModel
 
 from engine.kv.page_memory import PageMemory
 from engine.sampling_params import SamplingParams
-from engine.worker.drafting.cpu_mtp_model import CpuMtpModel
-from engine.worker.drafting.mtp_decoder import MtpDecoder
+from engine.worker.drafting.cpu_hidden_state_model import CpuHiddenStateModel
+from engine.worker.drafting.hidden_state_decoder import HiddenStateDecoder
 from engine.worker.drafting.prefix_marks import PrefixMarks
 from kernels.cpu.library import library
 from tests.engine.checkpoints import build_model, save_checkpoint
+from tests.engine.models.eagle3.eagle3_heads import Eagle3Oracle
 from tests.engine.models.mtp.mtp_families import MTP_FAMILIES, MtpOracle
-from tests.engine.models.mtp.test_against_transformers import TOLERANCE, DraftLogits
+from tests.engine.models.mtp.test_against_transformers import TOLERANCE
 from tests.engine.models.test_speculative_generation import DraftCounter
 from tests.engine.oracle import Activity, answers, make_llm, random_tokens, run
+from tests.engine.worker.drafting.draft_logits import DraftLogits, DraftOracle, difference
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compiler")
 
@@ -38,7 +40,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "evicted to the host": SMALL_POOL | {"max_num_seqs": 4, "swap_space_gib": 0.05},
     "overlapping": {"async_scheduling": True},
 }
-IN_MAKE_TEST = (("mimo", "preempted"), ("mimo", "evicted to the host"), ("qwen3.5", "swapped"))
+IN_MAKE_TEST = (
+    *(("mimo", "preempted"), ("mimo", "evicted to the host"), ("qwen3.5", "swapped")),
+    *(("eagle3", "preempted"), ("eagle3", "evicted to the host"), ("eagle3", "chunks")),
+)
 NUM_COMPARED = 60  # of the draft tokens of a setting
 
 
@@ -61,29 +66,33 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts, params
 
 
-def largest_error(oracle: MtpOracle, logits: DraftLogits) -> float:
+def new_oracle(name: str) -> DraftOracle:
+    return Eagle3Oracle() if name == "eagle3" else MtpOracle(MTP_FAMILIES[name])
+
+
+def largest_error(oracle: DraftOracle, logits: DraftLogits) -> float:
     """Return the largest difference of some of the draft tokens' logits from the oracle's."""
     assert len(logits.seen) > 200
     some = random.Random(0).sample(logits.seen, NUM_COMPARED)
-    return max(float((oracle.draft_logits(tokens, drafted) - row).abs().max()) for tokens, drafted, row in some)
+    return max(difference(oracle.draft_logits(tokens, drafted), row) for tokens, drafted, row in some)
 
 
 @pytest.mark.parametrize(
     ("name", "setting"),
     [
         (name, setting) if (name, setting) in IN_MAKE_TEST else pytest.param(name, setting, marks=pytest.mark.long)
-        for name in ("mimo", "qwen3.5", "deepseek-v3")
+        for name in ("mimo", "qwen3.5", "deepseek-v3", "eagle3")
         for setting in SETTINGS
     ],
 )
 def test_drafts_depend_on_the_sequence_alone(
     name: str, setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    oracle, drafts = MtpOracle(MTP_FAMILIES[name]), DraftCounter(monkeypatch)
+    oracle, drafts = new_oracle(name), DraftCounter(monkeypatch)
     path = oracle.save(tmp_path)
     expected = answers(run(make_llm(path), *requests()))
     logits = DraftLogits(monkeypatch)
-    llm = make_llm(path, speculative_config=SPECULATION, **SETTINGS[setting])
+    llm = make_llm(path, speculative_config=oracle.speculation(path, 3), **SETTINGS[setting])
     activity = Activity(llm)
     for _ in range(2):  # the second time from the prefix cache, and from the host
         assert answers(run(llm, *requests())) == expected
@@ -110,14 +119,14 @@ def _hidden_states_lost_on_the_host(patch: pytest.MonkeyPatch) -> None:
 
 
 def _drafts_marked_as_computed(patch: pytest.MonkeyPatch) -> None:
-    chunk = CpuMtpModel._chunk
+    chunk = CpuHiddenStateModel._chunk
 
-    def marking(model: CpuMtpModel, sequence: Any, draft: list[int], first: int, end: int) -> Any:
+    def marking(model: CpuHiddenStateModel, sequence: Any, draft: list[int], first: int, end: int) -> Any:
         made = chunk(model, sequence, draft, first, end)
         model._marks.write(sequence, first - 1, draft, made.slots)
         return made
 
-    patch.setattr(CpuMtpModel, "_chunk", marking)
+    patch.setattr(CpuHiddenStateModel, "_chunk", marking)
 
 
 def _tokens_that_are_not_filled(patch: pytest.MonkeyPatch) -> None:
@@ -125,15 +134,16 @@ def _tokens_that_are_not_filled(patch: pytest.MonkeyPatch) -> None:
 
 
 def _hidden_states_of_recomputed_tokens_not_kept(patch: pytest.MonkeyPatch) -> None:
-    keep = MtpDecoder.keep
+    keep = HiddenStateDecoder.keep
 
-    def of_decodes(mtp: MtpDecoder, hidden: torch.Tensor, slots: torch.Tensor, cache: Any) -> None:
+    def of_decodes(mtp: HiddenStateDecoder, hidden: torch.Tensor, slots: torch.Tensor, cache: Any) -> None:
         if len(slots) < 9:
             keep(mtp, hidden, slots, cache)
 
-    patch.setattr(MtpDecoder, "keep", of_decodes)
+    patch.setattr(HiddenStateDecoder, "keep", of_decodes)
 
 
+@pytest.mark.parametrize("name", ["mimo", "eagle3"])
 @pytest.mark.parametrize(
     ("plant", "setting"),
     [
@@ -144,14 +154,14 @@ def _hidden_states_of_recomputed_tokens_not_kept(patch: pytest.MonkeyPatch) -> N
     ],
 )
 def test_planted_faults_are_found_and_change_no_answer(
-    plant: Plant, setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, plant: Plant, setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    oracle = MtpOracle(MTP_FAMILIES["mimo"])
+    oracle = new_oracle(name)
     path = oracle.save(tmp_path)
     expected = answers(run(make_llm(path), *requests()))
     plant(monkeypatch)
     logits = DraftLogits(monkeypatch)
-    llm = make_llm(path, speculative_config=SPECULATION, **SETTINGS[setting])
+    llm = make_llm(path, speculative_config=oracle.speculation(path, 3), **SETTINGS[setting])
     for _ in range(2):
         assert answers(run(llm, *requests())) == expected
     assert largest_error(oracle, logits) > 100 * TOLERANCE
@@ -228,13 +238,13 @@ def test_answers_that_part_at_the_end_of_a_shared_block(tmp_path: Path, monkeypa
     params = [SamplingParams(temperature=0.9, n=4, seed=seed, max_tokens=40, ignore_eos=True) for seed in range(4)]
     expected = answers(run(make_llm(path), prompts, params))
     passes: list[int] = []
-    compute = MtpDecoder.compute
+    compute = HiddenStateDecoder.compute
 
-    def counting(mtp: MtpDecoder, token_ids: torch.Tensor, *rest: Any) -> Any:
+    def counting(mtp: HiddenStateDecoder, token_ids: torch.Tensor, *rest: Any) -> Any:
         passes.append(len(token_ids))
         return compute(mtp, token_ids, *rest)
 
-    monkeypatch.setattr(MtpDecoder, "compute", counting)
+    monkeypatch.setattr(HiddenStateDecoder, "compute", counting)
     assert answers(run(make_llm(path, speculative_config=SPECULATION), prompts, params)) == expected
     assert 0.8 * drafts.num_drafted < drafts.num_accepted < drafts.num_drafted
     num_tokens = sum(map(len, prompts)) + 16 * 40

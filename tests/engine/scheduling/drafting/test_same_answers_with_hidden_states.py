@@ -1,4 +1,4 @@
-"""With drafts of a layer of multi-token prediction, an answer is the one without them, bit for bit."""
+"""With drafts of an MTP layer or an EAGLE-3 head, an answer is the one without them, bit for bit."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from kernels.cpu.library import library
 from kernels.cpu.linear import has_int8
 from tests.engine.checkpoints import build_model
 from tests.engine.models.decoder.recurrent.recurrent_families import build_recurrent_model
+from tests.engine.models.eagle3.eagle3_heads import HEAD_FORMS, Eagle3Oracle
 from tests.engine.models.mtp.mtp_families import LAST_IS_FULL, MTP_FAMILIES, MtpOracle
 from tests.engine.models.test_speculative_generation import DraftCounter
 from tests.engine.oracle import make_llm
@@ -30,6 +31,7 @@ from tests.engine.scheduling.drafting.test_same_answers import (
     generate,
     params,
 )
+from tests.engine.worker.drafting.draft_logits import DraftOracle
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compiler")
 
@@ -40,13 +42,25 @@ BUILD = {
         "qwen3.5", **LAST_IS_FULL, tie_word_embeddings=False, vocab_size=size
     ),
 }
-SPECULATION = {"method": "mtp", "num_speculative_tokens": 3}
+
+
+def new_oracle(name: str) -> DraftOracle:
+    size = load_hf_config(DEMO_MODEL).vocab_size
+    if name == "eagle3":
+        return Eagle3Oracle(HEAD_FORMS["two layers"], vocab_size=size)
+    return MtpOracle(replace(MTP_FAMILIES[name], build=lambda: BUILD[name](size)))
+
+
 ENGINES = [
     ("mimo", "float32"),
     ("qwen3.5", "bfloat16"),
+    ("eagle3", "bfloat16"),
     pytest.param(("mimo", "bfloat16"), marks=pytest.mark.long),
     pytest.param(("qwen3.5", "float32"), marks=pytest.mark.long),
+    pytest.param(("eagle3", "float32"), marks=pytest.mark.long),
     pytest.param(("mimo", "int8"), marks=pytest.mark.long),
+    pytest.param(("eagle3", "int8"), marks=pytest.mark.long),
+    pytest.param(("eagle3", "int4"), marks=pytest.mark.long),
     pytest.param(("qwen3.5", "int4"), marks=pytest.mark.long),
 ]
 
@@ -56,8 +70,7 @@ class Engines:
 
     def __init__(self, name: str, kind: str) -> None:
         self._folder = TemporaryDirectory()
-        size = load_hf_config(DEMO_MODEL).vocab_size
-        oracle = MtpOracle(replace(MTP_FAMILIES[name], build=lambda: BUILD[name](size)))
+        oracle = new_oracle(name)
         oracle.let_agree()
         path = oracle.save(Path(self._folder.name))
         for file in Path(DEMO_MODEL).glob("tokenizer*"):
@@ -70,7 +83,10 @@ class Engines:
             return make_llm(path, skip_tokenizer_init=False, max_model_len=160, **sizes | shared | options)
 
         self.plain = load()
-        self.drafting = {name: load(speculative_config=SPECULATION, **options) for name, options in SETTINGS.items()}
+        speculation = oracle.speculation(path, 3)
+        if name == "eagle3":
+            speculation |= quantization
+        self.drafting = {name: load(speculative_config=speculation, **options) for name, options in SETTINGS.items()}
 
     def close(self) -> None:
         """End the engines."""

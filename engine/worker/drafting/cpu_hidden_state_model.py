@@ -1,4 +1,4 @@
-"""CpuMtpModel: samples drafts from the checkpoint's own layer of multi-token prediction (MTP), with the same noise.
+"""CpuHiddenStateModel: samples drafts from an MTP layer or an EAGLE-3 head, with the same noise.
 
 To compute token t at position p, the layer reads the hidden state after the token before it, and its key and value are
 those of position p - 1:
@@ -26,25 +26,25 @@ from engine.scheduling.drafting.draft_model import ModelDrafts
 from engine.sequence import Sequence
 from engine.worker.drafting.chunked_draft_model import Chunk, slots_of
 from engine.worker.drafting.cpu_draft_model import CpuDraftModel
-from engine.worker.drafting.mtp_decoder import MtpDecoder
+from engine.worker.drafting.hidden_state_decoder import HiddenStateDecoder
 from kernels.attention_metadata import AttentionMetadata
 
-__all__ = ["CpuMtpModel"]
+__all__ = ["CpuHiddenStateModel"]
 
 
-class CpuMtpModel(CpuDraftModel):
-    """An MTP layer on a CPU.
+class CpuHiddenStateModel(CpuDraftModel):
+    """A layer that drafts from hidden states, on a CPU.
 
     Args:
         decoder: the layer, loaded.
-        cache: of the model and the layer, as ``MtpDecoder.joined_with`` declares it.
+        cache: of the model and the layer, as ``HiddenStateDecoder.joined_with`` declares it.
         weight_bytes: of the model.
         max_pass_tokens: tokens of one forward pass, at most.
     """
 
-    def __init__(self, decoder: MtpDecoder, cache: KVCache, *, weight_bytes: int, max_pass_tokens: int) -> None:
+    def __init__(self, decoder: HiddenStateDecoder, cache: KVCache, *, weight_bytes: int, max_pass_tokens: int) -> None:
         super().__init__(decoder, cache, weight_bytes=weight_bytes, max_pass_tokens=max_pass_tokens)
-        self._mtp = decoder
+        self._layer = decoder
         self._outputs: dict[int, torch.Tensor] = {}  # of the last pass of a draft, by the ids of block tables
 
     def num_computed(self, sequence: Sequence) -> int:
@@ -77,7 +77,7 @@ class CpuMtpModel(CpuDraftModel):
         logits = super()._compute(chunks, sampling)
         if sampling:
             tables = [id(chunks[index].block_table) for index in sampling]
-            self._outputs = dict(zip(tables, self._mtp.last_hidden, strict=True))
+            self._outputs = dict(zip(tables, self._layer.last_hidden, strict=True))
         return logits
 
     def _compute_packed(
@@ -91,4 +91,4 @@ class CpuMtpModel(CpuDraftModel):
         hidden_states = None
         if self._outputs:  # every later pass of a draft has one token of each sequence
             hidden_states = torch.stack([self._outputs[id(chunk.block_table)] for chunk in packed])
-        return self._mtp.compute(token_ids, positions, metadata, self._cache, logit_indices, hidden_states)
+        return self._layer.compute(token_ids, positions, metadata, self._cache, logit_indices, hidden_states)
