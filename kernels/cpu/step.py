@@ -92,6 +92,7 @@ class CpuStep:
         assert aux_layers is None or aux_layers.dtype == torch.int32
         num_aux = 0 if aux_layers is None else len(aux_layers)
         assert aux_states is None or aux_states.shape == (hidden.shape[0], num_aux * hidden.shape[1])
+        assert aux_states is None or (aux_states.is_contiguous() and aux_states.dtype == torch.float32)
         self.c_step = CStep(
             hidden.data_ptr(),
             address(streams),

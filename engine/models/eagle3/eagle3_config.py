@@ -64,7 +64,7 @@ class Eagle3Config:
         if self.aux_layers is None and num_layers < _SMALLEST_DEPTH:
             raise refused_head(self.path, f"names no layers, and of {num_layers} there are no three by default")
         if list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] <= num_layers:
-            problem = f"reads before the layers {list(layers)}, which must ascend, from 0 to {num_layers}"
+            problem = f"reads before the layers {shown(list(layers))}, which must ascend, from 0 to {num_layers}"
             raise refused_head(self.path, problem)
         return layers
 

@@ -10,7 +10,7 @@ import torch
 
 from engine.errors import ModelLoadError
 from engine.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from engine.models.checkpoint.stored_parts import EMBEDDING
+from engine.models.checkpoint.stored_parts import EMBEDDING, HEAD
 from engine.models.checkpoint.weights import read_weights
 from engine.models.config.model_config import ModelConfig
 from engine.models.decoder.cpu_decoder import CpuDecoder
@@ -30,19 +30,22 @@ __all__ = ["load_eagle3_head", "require_eagle3_weights"]
 OFFSETS = "d2t"  # offsets from the head's token ids to the model's
 
 
-def require_eagle3_weights(path: str, config: Eagle3Config) -> None:
+def require_eagle3_weights(path: str, config: Eagle3Config, num_aux: int) -> None:
     """Check what the headers of a checkpoint's files say; read no weights.
 
     Raises:
         ConfigError: if it is of another kind of head, or of a whole model.
-        ModelLoadError: if it cannot be opened.
+        ModelLoadError: if it cannot be opened, or has other sizes than its config, for which memory would be taken.
     """
     with open_checkpoint(path) as checkpoint:
         if "fc.weight" not in checkpoint:
             raise refused_head(path, "has no tensor 'fc.weight', so it is not a head", "choose draft_model for a model")
-        width = checkpoint.shape_of("fc.weight")[-1]
-        if width == 2 * config.shape.hidden_size and len(config.aux_layers or ()) != 2:
+        width = checkpoint.shape_of("fc.weight")[-1:]
+        if width == (2 * config.shape.hidden_size,) and num_aux != 2:
             raise refused_head(path, "is an EAGLE-1 or EAGLE-2 head: its 'fc.weight' reads one hidden state")
+        shapes = own_shapes(config, num_aux)
+        for name in ("fc.weight", HEAD):
+            checkpoint.require(name, shapes[name])
 
 
 def load_eagle3_head(
@@ -119,7 +122,10 @@ def _token_ids(checkpoint: Checkpoint, config: Eagle3Config) -> torch.Tensor | N
         )
     token_ids = torch.arange(own) + checkpoint.read_integers(OFFSETS, [own])
     wrong = token_ids[(token_ids < 0) | (token_ids >= size)]
-    if len(wrong) or len(set(token_ids.tolist())) != own:
-        problem = f"the token {int(wrong[0])} of {size}" if len(wrong) else "a token twice"
-        raise ModelLoadError(f"'{OFFSETS}' of '{checkpoint.path}' names {problem}; {checkpoint.remedy}")
-    return token_ids
+    if len(wrong):
+        problem = f"the token {int(wrong[0])} of {size}"
+    elif (counts := torch.bincount(token_ids)).max() > 1:
+        problem = f"the token {int(counts.argmax())} twice"
+    else:
+        return token_ids
+    raise ModelLoadError(f"'{OFFSETS}' of '{checkpoint.path}' names {problem}; {checkpoint.remedy}")

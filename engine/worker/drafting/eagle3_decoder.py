@@ -80,7 +80,7 @@ class Eagle3Decoder(HiddenStateDecoder):
 
     def new_aux_states(self, num_tokens: int) -> AuxStates:
         """See HiddenStateDecoder."""
-        return AuxStates(self._aux_layers, torch.empty(num_tokens, self._aux_width))
+        return AuxStates(self._aux_layers, torch.empty(num_tokens, self._aux_width, dtype=torch.float32))
 
     def states_of(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return what the head reads of the auxiliary hidden states, projected once for each token."""
@@ -116,8 +116,8 @@ def _fitting(
     ):
         if own != expected:
             raise refused_head(path, f"is for {name.format(own)}, and '{config.model}' has {expected}")
-    head.aux_layers_of(target.num_layers)  # refuses layers that the model does not have
-    require_eagle3_weights(path, head)
+    layers = head.aux_layers_of(target.num_layers)  # refuses those that the model does not have
+    require_eagle3_weights(path, head, len(layers))
     return head, target.num_layers
 
 

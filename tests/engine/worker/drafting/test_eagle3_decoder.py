@@ -144,6 +144,7 @@ def test_malformed_configs(
             {"fc.weight": torch.zeros(96, 96)},
             "'fc.weight' of 'HEAD/model.safetensors' has shape [96, 96], but its",
         ),
+        ({"fc.weight": torch.tensor(1.0)}, "'fc.weight' of 'HEAD/model.safetensors' has shape [], but its"),
         (
             {"lm_head.weight": None},
             "checkpoint 'HEAD' lacks the tensor 'lm_head.weight', which its config.json",
@@ -151,7 +152,7 @@ def test_malformed_configs(
         ({"midlayer.hidden_norm.weight": None}, "checkpoint 'HEAD' lacks the tensor 'midlayer.hidden_norm.weight'"),
         ({"d2t": None}, "checkpoint 'HEAD' lacks the tensor 'd2t', which says which 288 of 384 tokens it drafts"),
         ({"d2t": torch.full((288,), 200)}, "'d2t' of 'HEAD' names the token 384 of 384;"),
-        ({"d2t": -torch.arange(288)}, "'d2t' of 'HEAD' names a token twice;"),
+        ({"d2t": -torch.arange(288)}, "'d2t' of 'HEAD' names the token 0 twice;"),
         ({"d2t": torch.zeros(3).long()}, "'d2t' of 'HEAD/model.safetensors' is I64 of the shape [3], and integers of"),
         ({"d2t": torch.zeros(288)}, "'d2t' of 'HEAD/model.safetensors' is F32 of the shape [288], and integers of"),
         ({"norm.weight": torch.full((96,), torch.nan)}, "'norm.weight' of 'HEAD"),
@@ -162,6 +163,17 @@ def test_wrong_tensors(
 ) -> None:
     error = ConfigError if message.startswith(OF_HEAD) else ModelLoadError
     assert refusal(saved, changed(saved, tmp_path, {}, tensors), error).startswith(message)
+
+
+def test_no_memory_is_taken_for_sizes_that_the_file_does_not_have(
+    saved: tuple[Eagle3Oracle, str], tmp_path: Path
+) -> None:
+    wide = {"hidden_size": 2**18, "num_attention_heads": 4096, "num_key_value_heads": 4096, "head_dim": 64}
+    speculation = changed(saved, tmp_path, {**wide, "intermediate_size": 2**20, "target_hidden_size": 96})
+    found = refusal(saved, speculation, ModelLoadError)
+    assert found.startswith(
+        "'fc.weight' of 'HEAD/model.safetensors' has shape [96, 288], but its config.json says [262"
+    )
 
 
 def test_a_head_without_default_layers(saved: tuple[Eagle3Oracle, str], tmp_path: Path) -> None:
