@@ -298,6 +298,7 @@ def test_transfers_are_drawn_while_they_happen_and_listed_for_a_minute(open_page
     phases.append("one")
     expect(arrows).to_have_count(0)
     expect(rows).to_have_count(1)
+    page.unroute_all(behavior="wait")  # an answer that is changed while the page closes would fail the next test
     assert _serious_problems(page) == []
 
 
