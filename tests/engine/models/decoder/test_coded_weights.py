@@ -22,6 +22,7 @@ from engine.sampling_params import SamplingParams
 from kernels.coded_weight import CodedMatrix
 from kernels.cpu.coded_linear import CodedLinear
 from kernels.cpu.library import library
+from kernels.cpu.linear import has_tiles
 from kernels.dequant.stored import unpacked
 from tests.engine.models.checkpoint.formats import test_bitsandbytes as of_bitsandbytes
 from tests.engine.models.checkpoint.formats import test_compressed_integers as of_integers
@@ -164,7 +165,11 @@ def largest_difference(path: Path, **options: Any) -> float:
 
 @pytest.mark.parametrize("name", EVERY)
 def test_answers_are_nearly_those_of_the_dequantised_weights(name: str, model: Callable[[str], Path]) -> None:
-    assert SAME < largest_difference(model(name)) < CLOSE_WITH_LEVELS.get(name, CLOSE)
+    difference = largest_difference(model(name))
+    if name == "mxfp8" and has_tiles():  # its scales are powers of two, and tiles add in the order of bfloat16 weights
+        assert difference == 0.0
+    else:
+        assert SAME < difference < CLOSE_WITH_LEVELS.get(name, CLOSE)
 
 
 @pytest.mark.parametrize("name", EVERY)
