@@ -105,7 +105,7 @@ pagoda_later_codes pagoda_codes_after(const uint8_t *panels, const pagoda_code_f
                                       const pagoda_panel_layout *layout, int64_t first_word);
 
 /* Decodes `num_words` words of four panels from `first_word` on, a block's first one, to [4][num_words][16]; `words` has
- * room for a block more. Meanwhile `fetched` is prefetched. */
+ * room for all words of the last block, and `fetched` is prefetched meanwhile. */
 void pagoda_decode_floats(uint32_t *words, const uint8_t *panels, const pagoda_code_format *format,
                           const pagoda_panel_layout *layout, int64_t first_word, int64_t num_words,
                           pagoda_later_codes fetched);
