@@ -1,7 +1,9 @@
 /* See linear.h. */
 #include "linear/linear.h"
 
+#if !PAGODA_HAS_TILES
 #include "coded/tiles.h"
+#endif
 #include "runtime/integers.h"
 #include "runtime/scratch.h"
 #include "runtime/threads.h"
@@ -249,6 +251,7 @@ typedef struct {
     pagoda_panel_layout layout;
 } coded_group;
 
+#if !PAGODA_HAS_TILES
 /* Multiplies a range of rows with a segment of some coded panels, from `panel` of the group on, and adds to sums
  * [tiles of rows][4][rows][16]. The next segments are fetched meanwhile, as evenly as possible. */
 static void multiply_segment(const linear_call *call, float *sums, const coded_group *group, int64_t panel,
@@ -283,6 +286,8 @@ static void multiply_segment(const linear_call *call, float *sums, const coded_g
         }
     }
 }
+
+#endif
 
 #if PAGODA_HAS_TILES
 /* Does what multiply_segment does with words of four panels of floats, from `first_word` on, with AMX's tiles. They are
@@ -359,7 +364,6 @@ static void multiply_coded_group(const linear_call *call, int64_t panel, int64_t
     const coded_group group = {(const uint8_t *)call->weight->words + own->start, own->format,
                                pagoda_layout_of_panel(own->format, in_features)};
     const pagoda_panel_layout *layout = &group.layout;
-    const int64_t num_segments = divide_up(in_features, SEGMENT_BLOCKS * BLOCK_INPUTS);
     const int64_t tile_sums = MAX_PANELS_AT_ONCE * ROWS_PER_TILE * LANES;
     const size_t bytes = (size_t)(divide_up(end_row - row, ROWS_PER_TILE) * tile_sums) * sizeof(float);
     float *sums = memset(pagoda_scratch(SCRATCH_CODED_SUMS, bytes), 0, bytes);
@@ -371,9 +375,14 @@ static void multiply_coded_group(const linear_call *call, int64_t panel, int64_t
             pagoda_multiply_coded_row(sums + p * LANES, only_row, group.panels + p * layout->panel_bytes, group.format,
                                       layout, in_features);
     } else {
+#if PAGODA_HAS_TILES
+        pagoda_multiply_coded_tiles(sums, call->rows->words + row * call->num_words, end_row - row, group.panels,
+                                    group.format, layout, in_features);
+#else
         for (int64_t p = 0; p < MAX_PANELS_AT_ONCE; p += CODED_PANELS_AT_ONCE)
             for (int64_t segment = 0; segment < num_segments; segment++)
                 multiply_segment(call, sums, &group, p, segment, row, end_row);
+#endif
     }
     for (; row < end_row; row += ROWS_PER_TILE, sums += tile_sums)
         finish(call, sums, row, (int)min(end_row - row, ROWS_PER_TILE), panel, MAX_PANELS_AT_ONCE);

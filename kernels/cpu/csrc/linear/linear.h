@@ -6,7 +6,8 @@
  *     activations  tiles of up to 16 rows, each [num_words, rows of the tile]; a load is broadcast to 16 outputs
  *
  * AMX multiplies 16 words of 16 rows with a panel at once (runtime/tiles.h). There bfloat16 and int8 rows have multiples
- * of 16 words, and a tile of rows is [num_words / 16, rows of the tile, 16]. So have those for codes that are floats.
+ * of 16 words, and a tile of rows is [num_words / 16, rows of the tile, 16]. So have those for codes that are floats; those
+ * for other codes are in codes.h.
  *
  * int8 weights have a scale per output, activations one per row, and both are symmetric; activations are kept as
  * unsigned bytes, offset by 128, because that is what the processor's instruction multiplies.
@@ -60,10 +61,10 @@ typedef enum {
 int32_t pagoda_has_int8(void);
 
 /* Whether it was built with AMX's tiles (runtime/tiles.h), and may use them. Then they multiply bfloat16, int8 and
- * codes that are floats. */
+ * codes. */
 int32_t pagoda_has_tiles(void);
 
-/* Whether weights of this kind are multiplied by AMX's tiles. */
+/* Whether rows for weights of this kind are multiples of 16 words, as AMX's tiles multiply them. */
 static inline bool pagoda_is_tiled(int32_t kind) {
     return PAGODA_HAS_TILES && (kind == PAGODA_BF16 || kind == PAGODA_INT8 || kind == PAGODA_FLOAT_CODED);
 }

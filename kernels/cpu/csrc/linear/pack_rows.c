@@ -143,9 +143,20 @@ static void join_blocks(uint32_t *tile, const uint32_t *const *rows, int64_t num
         for (int64_t r = 0; r < num_rows; r++, tile += LANES) memcpy(tile, rows[r] + k, LANES * sizeof *tile);
 }
 
+/* Puts rows for codes together, as AMX reads them: of each block all rows' bytes, then their scales and sums, likewise. */
+static void join_coded_blocks(uint32_t *tile, const uint32_t *const *rows, int64_t num_rows, int64_t num_words) {
+    for (int64_t k = 0; k < num_words; k += ROW_BLOCK_WORDS) {
+        for (int64_t r = 0; r < num_rows; r++, tile += BLOCK_WORDS)
+            memcpy(tile, rows[r] + k, BLOCK_WORDS * sizeof *tile);
+        for (int64_t i = BLOCK_WORDS; i < ROW_BLOCK_WORDS; i++)
+            for (int64_t r = 0; r < num_rows; r++) *tile++ = rows[r][k + i];
+    }
+}
+
 /* Makes a tile of rows of words for weights of this kind. */
 static void make_tile(uint32_t *tile, const uint32_t *const *rows, int64_t num_rows, int64_t num_words, int32_t kind) {
-    if (pagoda_is_tiled(kind)) join_blocks(tile, rows, num_rows, num_words);
+    if (PAGODA_HAS_TILES && kind == PAGODA_CODED) join_coded_blocks(tile, rows, num_rows, num_words);
+    else if (pagoda_is_tiled(kind)) join_blocks(tile, rows, num_rows, num_words);
     else interleave(tile, rows, num_rows, num_words);
 }
 

@@ -65,24 +65,32 @@ enum {
 
 /* The same of int8, four to a word: unsigned ones in the rows, signed ones in the weights. Sums are int32, and exact. */
 #define TILE_DOT_INT8(SUMS, ROWS, WEIGHTS) TILE_DOT_NUMBERS("tdpbusd", SUMS, ROWS, WEIGHTS)
+
+/* The same of codes: signed bytes in the rows, and unsigned ones in the weights. */
+#define TILE_DOT_CODES(SUMS, ROWS, WEIGHTS) TILE_DOT_NUMBERS("tdpbsud", SUMS, ROWS, WEIGHTS)
 #define TILE_DOT_NUMBERS(NAME, SUMS, ROWS, WEIGHTS)                                                                   \
     __asm__ volatile(NAME " %%tmm" #WEIGHTS ", %%tmm" #ROWS ", %%tmm" #SUMS ::)
 
-/* Configures the calling thread's tiles, and sets them to 0: those of the first rows have `first_rows` rows, those of
- * the second `second_rows`, which may be 0 if they are not used. */
-INLINE void tiles_configure(int first_rows, int second_rows) {
+/* Configures the calling thread's tiles for products over `num_words` words, and sets them to 0: those of the first rows
+ * have `first_rows` rows, those of the second `second_rows`, which may be 0 if they are not used. */
+INLINE void tiles_configure_words(int first_rows, int second_rows, int num_words) {
     struct {
         uint8_t palette, start_row, reserved[14];
         uint16_t row_bytes[16];
         uint8_t rows[16];
     } __attribute__((packed, aligned(64))) configuration = {
         .palette = 1,
-        .row_bytes = {64, 64, 64, 64, 64, 64, 64, 64},
-        .rows = {first_rows, first_rows, second_rows, second_rows, first_rows, second_rows, TILE_ROWS, TILE_ROWS},
+        .row_bytes = {64, 64, 64, 64, 4 * num_words, 4 * num_words, 64, 64},
+        .rows = {first_rows, first_rows, second_rows, second_rows, first_rows, second_rows, num_words, num_words},
     };
     for (int tile = 0; tile < 8 && !second_rows; tile++)
         if (!configuration.rows[tile]) configuration.row_bytes[tile] = 0; /* both must be 0, or neither */
     __asm__ volatile("ldtilecfg %0" ::"m"(configuration));
+}
+
+/* The same for whole tiles of words. */
+INLINE void tiles_configure(int first_rows, int second_rows) {
+    tiles_configure_words(first_rows, second_rows, TILE_WORDS);
 }
 
 /* Returns the calling thread's tiles to the state that costs nothing. */
