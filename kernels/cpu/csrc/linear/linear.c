@@ -384,8 +384,12 @@ static void multiply_coded_group(const linear_call *call, int64_t panel, int64_t
                 multiply_segment(call, sums, &group, p, segment, row, end_row);
 #endif
     }
-    for (; row < end_row; row += ROWS_PER_TILE, sums += tile_sums)
+    fetch_outputs(call, row, (int)min(end_row - row, ROWS_PER_TILE), panel, MAX_PANELS_AT_ONCE);
+    for (; row < end_row; row += ROWS_PER_TILE, sums += tile_sums) {
+        const int64_t next = row + ROWS_PER_TILE;
+        fetch_outputs(call, next, (int)min(end_row - next, ROWS_PER_TILE), panel, MAX_PANELS_AT_ONCE);
         finish(call, sums, row, (int)min(end_row - row, ROWS_PER_TILE), panel, MAX_PANELS_AT_ONCE);
+    }
 }
 
 /* Multiplies one part: a block of rows with some panels. */
