@@ -6,8 +6,9 @@ other names, other orders of rows, and factors that are multiplied into the weig
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 
 from engine.models.checkpoint.checkpoint import Checkpoint
@@ -48,13 +49,14 @@ class Part:
     Attributes:
         name: the tensor's.
         shard: this rank's part of it; None: all of it.
-        order: the stored index of each row, of groups of len(order) rows; None: they are in order.
+        order: returns the stored index of each row, of groups of as many rows; None: they are in order. It is called
+            when the tensor is read, because an index of each row would take memory for sizes that are not checked yet.
         scale: factor of the stored numbers.
     """
 
     name: str
     shard: Shard | None
-    order: list[int] | None = None
+    order: Callable[[], list[int]] | None = None
     scale: float = 1.0
 
     @property
@@ -144,9 +146,10 @@ def _plain_part(name: str, checkpoint: Checkpoint, config: ModelConfig, rank: in
     module, kind = name.split(".")[-2:]
     shard = shard_of(name, config, rank, size)
     layer = layer_of(name)
-    order = _element_order(module, config, layer) if module in _ROTATED else None
+    elements = _element_order(module, config, layer) if module in _ROTATED else None
+    order: Callable[[], list[int]] | None = None if elements is None else partial(list, elements)
     if module == "q_proj" and config.gates_attention:
-        order = _queries_after_gates(config.num_heads // size, config.kv_heads(layer).dim, order)
+        order = partial(_queries_after_gates, config.num_heads // size, config.kv_heads(layer).dim, elements)
     if module == "v_proj" and layer in config.layer_heads.values_are_keys:  # projected twice, to save kernels
         name = name.replace("v_proj", "k_proj")
     stored = stored_block(stored_with_prefix(name, checkpoint, config), checkpoint)
@@ -266,7 +269,7 @@ def _gated_delta_inputs(module: str, shape: GatedDeltaShape, rank: int, size: in
         Part(
             f"{module}.{name}.weight",
             _share(sum(widths) * shape.num_key_heads, rank, size),
-            _by_section(own_groups, widths),
+            partial(_by_section, own_groups, widths),
         )
         for name, widths in (
             ("in_proj_qkvz", (shape.key_dim, shape.key_dim, values, values)),

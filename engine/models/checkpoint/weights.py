@@ -1,9 +1,9 @@
-"""read_weights: yields the parameters of our model from a checkpoint's tensors, one at a time.
+"""require_parameters and read_weights: the parameters of our model in a checkpoint's tensors, read one at a time.
 
-stored_parts.py says which tensors make up a parameter of ours. Every parameter
-must be found and every tensor used: a checkpoint that does not match its config is rejected before anything is read. A
-tensor-parallel rank reads only its own part of each tensor, so no process ever holds the whole model. Nothing here
-keeps a parameter that the caller has released.
+stored_parts.py says which tensors make up a parameter of ours. Every parameter must be found and every tensor used: a
+checkpoint that does not match its config is rejected by the headers of its files, before anything is read and before
+memory is allocated for the config's sizes. A tensor-parallel rank reads only its own part of each tensor, so no process
+ever holds the whole model. Nothing here keeps a parameter that the caller has released.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -40,7 +40,7 @@ from engine.models.config.model_config import ModelConfig
 from engine.models.tensor_parallel import TensorParallel
 from kernels.coded_weight import CodedMatrix, Weight
 
-__all__ = ["read_weights", "with_stored_head"]
+__all__ = ["StoredParameter", "read_weights", "require_parameters", "with_stored_head"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,20 +54,26 @@ _COMPARED_ROWS = 1024  # at once, so that a comparison takes little memory
 
 
 @dataclass(frozen=True, slots=True)
-class _Parameter:
-    """One parameter of ours, and the stored tensors that make it up."""
+class StoredParameter:
+    """One parameter of ours, and the stored tensors that make it up.
+
+    Attributes:
+        name: ours; of one of several stacked experts as ``unstack`` has it.
+        shape: this rank's.
+        dtype: in which it is read, unless it is read as codes.
+        parts: where its numbers are; none: they are 1.
+        is_tied_head: it is the embedding's tensor.
+    """
 
     name: str
-    shape: list[int]  # this rank's
+    shape: list[int]
     dtype: torch.dtype
-    parts: list[Part]  # none: its numbers are 1
-    is_tied_head: bool = False  # whether it shares the embedding's tensor
-    is_coded: bool = False  # whether it is read as codes
+    parts: list[Part]
+    is_tied_head: bool = False
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of memory that it takes."""
-        return 0 if self.is_tied_head else math.prod(self.shape) * (1 if self.is_coded else self.dtype.itemsize)
+    def num_bytes(self, *, is_coded: bool) -> int:
+        """Return the bytes of memory that it takes, of codes about."""
+        return 0 if self.is_tied_head else math.prod(self.shape) * (1 if is_coded else self.dtype.itemsize)
 
 
 def with_stored_head(config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> ModelConfig:
@@ -104,53 +110,40 @@ def _are_equal(checkpoint: Checkpoint, first: str, second: str, dtype: torch.dty
     return True
 
 
-def read_weights(
+def require_parameters(
     checkpoint: Checkpoint,
     shapes: Mapping[str, Sequence[int]],
     config: ModelConfig,
     parallel: TensorParallel,
-    *,
     dtype: torch.dtype,
-    device: torch.device,
-    may_be_mapped: Callable[[str], bool] = lambda name: True,
-    is_coded: Callable[[str], bool] = lambda name: False,
+    *,
     has_others: bool = False,
-    show_progress: bool = False,
-) -> Iterator[tuple[str, Weight]]:
-    """Yield each parameter's name and its tensor on the device, or its codes, in the order of ``shapes``.
+) -> list[StoredParameter]:
+    """Check the headers of the files; return the parameters that they store, in the order of ``shapes``.
 
-    Stacked experts come one by one, as ``unstack`` names them.
-
-    They are read on several threads, ahead of the caller by at most the size of the largest file. On the CPU, a tensor
-    that is stored in this ``dtype`` may be a view of the mapped file; writing to it changes a private copy. All others
-    are filled from the file in one pass. With tied embeddings the head is the same tensor as the embedding. All weights
-    are checked to be finite: one NaN makes every answer noise, without an error.
+    Call it before memory is allocated for a model: only the headers show that the sizes of a config are real.
 
     Args:
-        checkpoint: must stay open while the weights are read.
+        checkpoint: whose headers are checked; nothing is read.
         shapes: of this rank's parameters, by name.
         config: of the whole model.
-        parallel: the rank whose share is read.
-        may_be_mapped: whether a parameter of this name may be a view of the file, if it needs no change. Return False
-            for one that the caller copies: its memory is then freed with it, and not with the last tensor of the file.
-        is_coded: whether a parameter of this name is read as codes; all its parts have a ``code_format``.
+        parallel: the rank whose share it is.
+        dtype: of the weights, except for a few that stay float32.
         has_others: whether the checkpoint has tensors of other models, too.
-        show_progress: show a bar on stderr if that is a terminal, else log the progress of a load that takes long.
 
     Raises:
-        ModelLoadError: if tensors are missing, unexpected, or of another shape than the config says; while they are
-            read, if one has NaN or infinite weights.
+        ModelLoadError: if tensors are missing, unexpected, or of another shape than the config says.
     """
-    wanted = (
-        replace(_parameter(name, shape, checkpoint, config, parallel, dtype), is_coded=is_coded(name))
-        for name, shape in unstack(shapes)
-    )
-    parameters = _require_match(checkpoint, wanted, config, has_others=has_others)
-    checkpoint.expect(dict.fromkeys(part.name for parameter in parameters for part in parameter.parts))
-    weights = _read_each(checkpoint, parameters, device, may_be_mapped)
-    if not show_progress:
-        return weights
-    return with_progress(weights, {parameter.name: parameter.num_bytes for parameter in parameters})
+    unused, parameters = set(checkpoint.names), []
+    for name, shape in unstack(shapes):
+        # Each is checked before the next is taken: a config may say that there are many more experts than are stored.
+        parameters.append(parameter := _parameter(name, shape, checkpoint, config, parallel, dtype))
+        for part in parameter.parts:
+            checkpoint.require(part.name, shape if part.shard is None else part.shard.stored_shape(shape))
+            unused.discard(part.name)
+    if not has_others:
+        _require_used(checkpoint, unused, config)
+    return parameters
 
 
 def _parameter(
@@ -160,30 +153,16 @@ def _parameter(
     config: ModelConfig,
     parallel: TensorParallel,
     dtype: torch.dtype,
-) -> _Parameter:
+) -> StoredParameter:
     parts = stored_parts(name, checkpoint, config, parallel.rank, parallel.size)
     is_router = config.experts is not None and config.experts.float32_router and name.endswith(".mlp.gate.weight")
     is_float32 = is_router or name.endswith(_FLOAT32)
     is_tied_head = name == HEAD and config.tie_word_embeddings
-    return _Parameter(name, shape, torch.float32 if is_float32 else dtype, parts, is_tied_head)
+    return StoredParameter(name, shape, torch.float32 if is_float32 else dtype, parts, is_tied_head)
 
 
-def _require_match(
-    checkpoint: Checkpoint, wanted: Iterable[_Parameter], config: ModelConfig, *, has_others: bool
-) -> list[_Parameter]:
-    """Return the parameters; raise ModelLoadError unless the checkpoint has exactly the tensors that they need.
-
-    Each is checked before the next is taken: a config may say that there are many more experts than are stored.
-    """
-    unused, parameters = set(checkpoint.names), []
-    for parameter in wanted:
-        parameters.append(parameter)
-        for part in parameter.parts:
-            shape = parameter.shape if part.shard is None else part.shard.stored_shape(parameter.shape)
-            checkpoint.require(part.name, shape)
-            unused.discard(part.name)
-    if has_others:
-        return parameters
+def _require_used(checkpoint: Checkpoint, unused: set[str], config: ModelConfig) -> None:
+    """Raise ModelLoadError if some of the tensors that no parameter needs are not known to be superfluous."""
     if config.tie_word_embeddings:
         unused.discard(HEAD)  # a copy that some checkpoints keep
     unused = {name for name in unused if not unread(name, checkpoint, config)}
@@ -193,21 +172,55 @@ def _require_match(
             f"checkpoint '{checkpoint.path}' has {len(left)} tensors that a {config.architecture} does not, "
             f"'{left[0]}' for one; its {checkpoint.description} does not describe it: {checkpoint.remedy}"
         )
-    return parameters
+
+
+def read_weights(
+    checkpoint: Checkpoint,
+    parameters: Sequence[StoredParameter],
+    device: torch.device,
+    *,
+    may_be_mapped: Callable[[str], bool] = lambda name: True,
+    is_coded: Callable[[str], bool] = lambda name: False,
+    show_progress: bool = False,
+) -> Iterator[tuple[str, Weight]]:
+    """Yield the name of each parameter, and its tensor on the device or its codes.
+
+    They are read on several threads, ahead of the caller by at most the size of the largest file. On the CPU, a tensor
+    that is stored in the parameter's dtype may be a view of the mapped file; writing to it changes a private copy. All
+    others are filled from the file in one pass. With tied embeddings the head is the same tensor as the embedding. All
+    weights are checked to be finite: one NaN makes every answer noise, without an error.
+
+    Args:
+        checkpoint: must stay open while the weights are read.
+        parameters: what ``require_parameters`` returns.
+        may_be_mapped: whether a parameter of this name may be a view of the file, if it needs no change. Return False
+            for one that the caller copies: its memory is then freed with it, and not with the last tensor of the file.
+        is_coded: whether a parameter of this name is read as codes; all its parts have a ``code_format``.
+        show_progress: show a bar on stderr if that is a terminal, else log the progress of a load that takes long.
+
+    Raises:
+        ModelLoadError: if one has NaN or infinite weights, or a file cannot be read.
+    """
+    checkpoint.expect(dict.fromkeys(part.name for parameter in parameters for part in parameter.parts))
+    sizes = {parameter.name: parameter.num_bytes(is_coded=is_coded(parameter.name)) for parameter in parameters}
+    weights = _read_each(checkpoint, parameters, sizes, device, may_be_mapped, is_coded)
+    return with_progress(weights, sizes) if show_progress else weights
 
 
 def _read_each(
     checkpoint: Checkpoint,
-    parameters: Sequence[_Parameter],
+    parameters: Sequence[StoredParameter],
+    sizes: Mapping[str, int],
     device: torch.device,
     may_be_mapped: Callable[[str], bool],
+    is_coded: Callable[[str], bool],
 ) -> Iterator[tuple[str, Weight]]:
-    def read(parameter: _Parameter) -> Weight | None:
+    def read(parameter: StoredParameter) -> Weight | None:
         if parameter.is_tied_head:
             return None  # the embedding is yielded again
         for part in parameter.parts:
             checkpoint.reached(part.name)
-        if parameter.is_coded:
+        if is_coded(parameter.name):
             has_factors = have_factors(parameter.parts)
             return joined([_read_coded(checkpoint, part, has_factors=has_factors) for part in parameter.parts])
         is_mapped = may_be_mapped(parameter.name) and ".experts." not in parameter.name  # those are put into one tensor
@@ -219,7 +232,7 @@ def _read_each(
     is_tied = any(parameter.is_tied_head for parameter in parameters)
     embedding: Weight | None = None
     for parameter, weight in read_ahead(
-        parameters, read, lambda parameter: parameter.num_bytes, checkpoint.largest_file_bytes
+        parameters, read, lambda parameter: sizes[parameter.name], checkpoint.largest_file_bytes
     ):
         if is_tied and parameter.name == EMBEDDING:
             embedding = weight  # held for the head
@@ -236,12 +249,13 @@ def _read_coded(checkpoint: Checkpoint, part: Part, *, has_factors: bool) -> Cod
         matrix = matrix.times(part.scale)
     if part.order is None:
         return matrix
-    firsts = torch.arange(0, matrix.shape[0], len(part.order))
-    return matrix.rows((firsts.unsqueeze(1) + torch.tensor(part.order)).flatten())
+    order = torch.tensor(part.order())
+    firsts = torch.arange(0, matrix.shape[0], len(order))
+    return matrix.rows((firsts.unsqueeze(1) + order).flatten())
 
 
 def _assemble(
-    checkpoint: Checkpoint, parameter: _Parameter, device: torch.device, *, may_be_mapped: bool
+    checkpoint: Checkpoint, parameter: StoredParameter, device: torch.device, *, may_be_mapped: bool
 ) -> tuple[torch.Tensor, bool]:
     """Return a parameter on the device, and whether it is known to be finite.
 
@@ -263,7 +277,7 @@ def _assemble(
         rows = weight[filled : filled + count]
         is_known_finite &= checkpoint.read_into(rows, part.name, part.shard) and part.scale == 1.0
         if part.order is not None:
-            order = torch.tensor(part.order, device=device)
+            order = torch.tensor(part.order(), device=device)
             rows.copy_(rows.view(-1, len(order), *rows.shape[1:]).index_select(1, order).flatten(0, 1))
         if part.scale != 1.0:
             rows.mul_(part.scale)

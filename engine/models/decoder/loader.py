@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from engine.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from engine.models.checkpoint.stored_parts import EMBEDDING, HEAD, LAYER_EMBEDDING
-from engine.models.checkpoint.weights import read_weights, with_stored_head
+from engine.models.checkpoint.weights import read_weights, require_parameters, with_stored_head
 from engine.models.config.model_config import ModelConfig
 from engine.models.decoder.attention import Attention
 from engine.models.decoder.coded_plan import NO_CODES, CodedPlan, plan_codes, plan_quantization
@@ -83,7 +83,6 @@ def load_decoder(
     keeps_codes, quantization = quantization is None, None if quantization == DEQUANTIZE else quantization
     with open_checkpoint(path) as checkpoint:
         config = with_stored_head(config, checkpoint, dtype)
-        rope = rope_tables(hf_config, config.rope, config.rope_widths, max_model_len)
         method = choose_linear_method(
             config,
             dtype,
@@ -97,27 +96,25 @@ def load_decoder(
             logger.debug("Using %s linear layers (%s)", method.name, method.why_chosen)
         with torch.device("meta"), Uninitialised():
             recurrent_ops = select_recurrent_ops(device, batch_invariant=batch_invariant)
-            skeleton = Decoder(config, rope, parallel, select_layer_ops(device), recurrent_ops)
-        read = partial(
-            read_weights,
-            checkpoint,
-            config=config,
-            parallel=parallel,
-            dtype=dtype,
-            device=device,
-            show_progress=show_progress,
-        )
+            skeleton = Decoder(config, (), parallel, select_layer_ops(device), recurrent_ops)
+        shapes = shapes_of(skeleton)
+        is_head = isinstance(method, PackedLinears) and head_is_embedding(config, parallel, method.kind)
+        if is_head:
+            del shapes[HEAD]  # the embedding is packed as the head
+        parameters = require_parameters(checkpoint, shapes, config, parallel, dtype)
+        rope = rope_tables(hf_config, config.rope, config.rope_widths, max_model_len)
+        read = partial(read_weights, checkpoint, parameters, device, show_progress=show_progress)
         model: Decoder | CpuDecoder
         coded: dict[nn.Module, CodedLinear]
         plan, coded = NO_CODES, {}
         if isinstance(method, PackedLinears):
             assert isinstance(skeleton.embed_tokens, VocabParallelEmbedding)
-            is_head = head_is_embedding(config, parallel, method.kind)
-            shapes = shapes_of(skeleton)
             make_plan = partial(plan_codes, shapes, checkpoint, config, parallel)
             plan = plan_of(method, shapes, make_plan if keeps_codes else None, is_head_embedding=is_head)
             model = CpuDecoder(skeleton.embed_tokens, config, rope, parallel, dtype, method.kind, plan)
-            _pack(model, shapes, read, is_head=is_head, plan=plan)
+            mapped = {LAYER_EMBEDDING} if is_head else {LAYER_EMBEDDING, EMBEDDING}  # only some of their rows are read
+            for name, weight in read(may_be_mapped=mapped.__contains__, is_coded=plan.has):
+                model.set_weight(name, weight)
         else:
             model = skeleton
             model.rope = [table.to(device) for table in rope]
@@ -127,7 +124,7 @@ def load_decoder(
                 plan = plan_codes(
                     _coded_shapes(model), checkpoint, config, parallel, is_embedding_coded=True, is_packed=False
                 )
-            coded = _fill(model, partial(read, is_coded=plan.has), dtype, device, batch_invariant=batch_invariant)
+            coded = _fill(model, read(is_coded=plan.has), dtype, device, batch_invariant=batch_invariant)
             replace_linears(model, method, coded)
             model.eval()
         if parallel.rank == 0:
@@ -195,7 +192,7 @@ def _coded_shapes(model: Decoder) -> dict[str, torch.Size]:
 
 
 def _fill(
-    model: Decoder, read: Callable[..., Weights], dtype: torch.dtype, device: torch.device, *, batch_invariant: bool
+    model: Decoder, weights: Weights, dtype: torch.dtype, device: torch.device, *, batch_invariant: bool
 ) -> dict[nn.Module, CodedLinear]:
     """Put the weights into the modules of a decoder on the meta device.
 
@@ -205,7 +202,7 @@ def _fill(
     coded: dict[nn.Module, CodedLinear] = {}
     embedding = model.embed_tokens
     assert isinstance(embedding, VocabParallelEmbedding)
-    for name, weight in read(shapes_of(model)):
+    for name, weight in weights:
         module, _, attribute = name.rpartition(".")
         parent, _, number = module.rpartition(".")
         experts = model.get_submodule(parent)
@@ -226,17 +223,6 @@ def _fill(
     if (codes := coded.pop(embedding, None)) is not None:
         model.embed_tokens = CodedVocabEmbedding(embedding, cast("CodedTritonLinear", codes), dtype)
     return coded
-
-
-def _pack(
-    model: CpuDecoder, shapes: dict[str, torch.Size], read: Callable[..., Weights], *, is_head: bool, plan: CodedPlan
-) -> None:
-    """Pack the weights for the C kernels; with ``is_head`` the embedding's weights are packed as the head's."""
-    if is_head:
-        del shapes[HEAD]
-    mapped = {LAYER_EMBEDDING} if is_head else {LAYER_EMBEDDING, EMBEDDING}  # only some of their rows are read
-    for name, weight in read(shapes, may_be_mapped=mapped.__contains__, is_coded=plan.has):
-        model.set_weight(name, weight)
 
 
 class Uninitialised(TorchFunctionMode):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 
 import torch
 
 from engine.errors import ModelLoadError
 from engine.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from engine.models.checkpoint.stored_parts import EMBEDDING, HEAD
-from engine.models.checkpoint.weights import read_weights
+from engine.models.checkpoint.stored_parts import EMBEDDING
+from engine.models.checkpoint.weights import read_weights, require_parameters
 from engine.models.config.model_config import ModelConfig
 from engine.models.decoder.cpu_decoder import CpuDecoder
 from engine.models.decoder.decoder import Decoder
@@ -31,11 +30,11 @@ OFFSETS = "d2t"  # offsets from the head's token ids to the model's
 
 
 def require_eagle3_weights(path: str, config: Eagle3Config, num_aux: int) -> None:
-    """Check what the headers of a checkpoint's files say; read no weights.
+    """Check by the names and one shape of the tensors that a checkpoint is of an EAGLE-3 head; read no weights.
 
     Raises:
         ConfigError: if it is of another kind of head, or of a whole model.
-        ModelLoadError: if it cannot be opened, or has other sizes than its config, for which memory would be taken.
+        ModelLoadError: if it cannot be opened.
     """
     with open_checkpoint(path) as checkpoint:
         if "fc.weight" not in checkpoint:
@@ -43,9 +42,6 @@ def require_eagle3_weights(path: str, config: Eagle3Config, num_aux: int) -> Non
         width = checkpoint.shape_of("fc.weight")[-1:]
         if width == (2 * config.shape.hidden_size,) and num_aux != 2:
             raise refused_head(path, "is an EAGLE-1 or EAGLE-2 head: its 'fc.weight' reads one hidden state")
-        shapes = own_shapes(config, num_aux)
-        for name in ("fc.weight", HEAD):
-            checkpoint.require(name, shapes[name])
 
 
 def load_eagle3_head(
@@ -77,21 +73,21 @@ def load_eagle3_head(
     quantization = None if quantization == DEQUANTIZE else quantization
     method = choose_linear_method(config.shape, dtype, cpu, 1, quantization=quantization, may_pack=True)
     assert isinstance(method, PackedLinears)
-    rope = rope_tables(config.hf_config, config.shape.rope, config.shape.rope_widths, max_model_len)
     with torch.device("meta"), Uninitialised():
-        shapes = shapes_of(Decoder(config.shape, rope, parallel, select_layer_ops(cpu)))
+        shapes = shapes_of(Decoder(config.shape, (), parallel, select_layer_ops(cpu)))
     embedding = {EMBEDDING: shapes.pop(EMBEDDING)}
-    parameters = shapes | {name: torch.Size(shape) for name, shape in own_shapes(config, num_aux).items()}
-    plan = plan_of(method, parameters, None, is_head_embedding=False)
-    head = CpuEagle3Head(target, config, rope, num_aux, dtype, method.kind, plan)
+    shapes |= {name: torch.Size(shape) for name, shape in own_shapes(config, num_aux).items()}
+    plan = plan_of(method, shapes, None, is_head_embedding=False)
     with open_checkpoint(path) as checkpoint:
         own = _stored_as(checkpoint, config)
-        read = partial(read_weights, checkpoint, parallel=parallel, dtype=dtype, device=cpu, has_others=True)
-        own_vocab = replace(own, vocab_size=config.draft_vocab_size)
-        weights = [read(parameters, config=own_vocab, may_be_mapped=lambda name: False)]  # all are copied
+        require = partial(require_parameters, checkpoint, parallel=parallel, dtype=dtype, has_others=True)
+        parameters = require(shapes, config=replace(own, vocab_size=config.draft_vocab_size))
         if EMBEDDING in checkpoint or own.hidden_size != target.config.hidden_size:
-            weights.append(read(embedding, config=own))  # may stay mapped from the file
-        for name, weight in chain.from_iterable(weights):
+            parameters += require(embedding, config=own)
+        rope = rope_tables(config.hf_config, config.shape.rope, config.shape.rope_widths, max_model_len)
+        head = CpuEagle3Head(target, config, rope, num_aux, dtype, method.kind, plan)
+        # All others are copied.
+        for name, weight in read_weights(checkpoint, parameters, cpu, may_be_mapped=EMBEDDING.__eq__):
             head.set_weight(name, weight)
         if (token_ids := _token_ids(checkpoint, config)) is not None:
             head.set_token_ids(token_ids)

@@ -22,7 +22,12 @@ from engine.models.tensor_parallel import TensorParallel
 from kernels.coded_weight import Weight
 from kernels.cpu.linear import PackedLinear, WeightKind, linear
 
-__all__ = ["CpuMtpHead"]
+__all__ = ["CpuMtpHead", "own_shapes"]
+
+
+def own_shapes(size: int) -> dict[str, list[int]]:
+    """Return the shapes of the parameters that a decoder of one layer lacks, by name; hidden states have ``size``."""
+    return {"embedding_norm.weight": [size], "hidden_norm.weight": [size], "projection.weight": [size, 2 * size]}
 
 
 class CpuMtpHead(HiddenStateHead):
@@ -52,25 +57,19 @@ class CpuMtpHead(HiddenStateHead):
         self._projection = PackedLinear(kind, 2 * config.hidden_size, config.hidden_size)
         self._embedding_norm = self._hidden_norm = torch.empty(0)
 
-    @property
-    def own_shapes(self) -> dict[str, list[int]]:
-        """The shapes of the parameters that it has in addition to those of a decoder of one layer, by name."""
-        size = self.config.hidden_size
-        return {"embedding_norm.weight": [size], "hidden_norm.weight": [size], "projection.weight": [size, 2 * size]}
-
     def set_weight(self, name: str, weight: Weight) -> None:
         """Set one parameter, by its name in decoder.py's Decoder or in ``own_shapes``."""
-        if name not in self.own_shapes:
-            super().set_weight(name, weight)
-            return
-        assert isinstance(weight, torch.Tensor)
         match name:
             case "embedding_norm.weight":
+                assert isinstance(weight, torch.Tensor)
                 self._embedding_norm = self._norm_weight(weight)
             case "hidden_norm.weight":
+                assert isinstance(weight, torch.Tensor)
                 self._hidden_norm = self._norm_weight(weight)
-            case _:
+            case "projection.weight":
                 self._projection.set_weight(weight)
+            case _:
+                super().set_weight(name, weight)
 
     @property
     def num_bytes(self) -> int:

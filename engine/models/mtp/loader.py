@@ -9,14 +9,14 @@ import torch
 
 from engine.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from engine.models.checkpoint.stored_parts import EMBEDDING, HEAD
-from engine.models.checkpoint.weights import read_weights
+from engine.models.checkpoint.weights import read_weights, require_parameters
 from engine.models.config.model_config import ModelConfig
 from engine.models.decoder.coded_plan import plan_codes
 from engine.models.decoder.cpu_decoder import CpuDecoder
 from engine.models.decoder.decoder import Decoder
 from engine.models.decoder.linears import choose_linear_method
 from engine.models.decoder.loader import Uninitialised, plan_of, shapes_of
-from engine.models.mtp.cpu_mtp_head import CpuMtpHead
+from engine.models.mtp.cpu_mtp_head import CpuMtpHead, own_shapes
 from engine.models.mtp.mtp_config import format_of, mtp_config
 from engine.models.tensor_parallel import TensorParallel
 from kernels.layer_ops.select import select_layer_ops
@@ -69,23 +69,15 @@ def load_mtp_head(
     method = choose_linear_method(config, dtype, cpu, 1, quantization=quantization, may_pack=True)
     assert isinstance(method, PackedLinears)
     with torch.device("meta"), Uninitialised():
-        shapes = shapes_of(Decoder(config, target.rope, parallel, select_layer_ops(cpu)))
+        shapes = shapes_of(Decoder(config, (), parallel, select_layer_ops(cpu)))
     del shapes[EMBEDDING], shapes[HEAD]  # those of the model
     with open_checkpoint(path, has_mtp=True) as checkpoint:
+        all_shapes = {**shapes, **own_shapes(config.hidden_size)}
+        parameters = require_parameters(checkpoint, all_shapes, config, parallel, dtype, has_others=True)
         make_plan = partial(plan_codes, shapes, checkpoint, config, parallel)
         plan = plan_of(method, shapes, make_plan if keeps_codes else None, is_head_embedding=False)
         head = CpuMtpHead(target, config, dtype, method.kind, hidden_first=form.hidden_first, plan=plan)
-        weights = read_weights(
-            checkpoint,
-            {**shapes, **head.own_shapes},
-            config,
-            parallel,
-            dtype=dtype,
-            device=cpu,
-            may_be_mapped=lambda name: False,  # all are copied
-            is_coded=plan.has,
-            has_others=True,
-        )
-        for name, weight in weights:
+        # All are copied.
+        for name, weight in read_weights(checkpoint, parameters, cpu, may_be_mapped=lambda _: False, is_coded=plan.has):
             head.set_weight(name, weight)
     return head

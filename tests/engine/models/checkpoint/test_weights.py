@@ -24,7 +24,7 @@ from engine.models.checkpoint.files import read_ahead
 from engine.models.checkpoint.files import tensor_files as module
 from engine.models.checkpoint.files.tensor_files import TensorFiles
 from engine.models.checkpoint.sharding import Shard, shard_of
-from engine.models.checkpoint.weights import read_weights
+from engine.models.checkpoint.weights import StoredParameter, read_weights, require_parameters
 from engine.models.config.files.hf_config import load_hf_config
 from engine.models.config.model_config import ModelConfig
 from engine.models.decoder.decoder import Decoder
@@ -46,8 +46,12 @@ def shapes_of(path: str) -> dict[str, torch.Size]:
 def weights_of(
     checkpoint: Checkpoint, path: str, dtype: torch.dtype = torch.float32
 ) -> Iterator[tuple[str, torch.Tensor]]:
+    return read_weights(checkpoint, parameters_of(checkpoint, path, dtype), CPU)
+
+
+def parameters_of(checkpoint: Checkpoint, path: str, dtype: torch.dtype = torch.float32) -> list[StoredParameter]:
     config = ModelConfig.from_hf(load_hf_config(path))
-    return read_weights(checkpoint, shapes_of(path), config, TensorParallel(), dtype=dtype, device=CPU)
+    return require_parameters(checkpoint, shapes_of(path), config, TensorParallel(), dtype)
 
 
 def mapped_file(tensor: torch.Tensor) -> str:
@@ -178,17 +182,9 @@ def test_a_weight_that_nobody_keeps_is_gone_before_the_next_one_is_read(
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at Linux's map of the process")
 def test_only_what_may_be_mapped_is(qwen3: SavedModel) -> None:
-    config = ModelConfig.from_hf(load_hf_config(qwen3.path))
     with open_checkpoint(qwen3.path) as checkpoint:
-        weights = read_weights(
-            checkpoint,
-            shapes_of(qwen3.path),
-            config,
-            TensorParallel(),
-            dtype=torch.float32,
-            device=CPU,
-            may_be_mapped=lambda name: name == "embed_tokens.weight",
-        )
+        parameters = parameters_of(checkpoint, qwen3.path)
+        weights = read_weights(checkpoint, parameters, CPU, may_be_mapped=lambda name: name == "embed_tokens.weight")
         mapped = {name for name, weight in weights if mapped_file(weight).endswith("model.safetensors")}
     assert mapped == {"embed_tokens.weight", "lm_head.weight"}
 
@@ -200,7 +196,7 @@ def test_a_checkpoint_that_does_not_match_is_rejected_before_reading(qwen3: Save
     save_file(load_file(file) | {"model.norm.weight": torch.zeros(5)}, file, {"format": "pt"})
     config = ModelConfig.from_hf(load_hf_config(path))
     with open_checkpoint(path) as checkpoint, pytest.raises(ModelLoadError, match=r"'model\.norm\.weight'"):
-        read_weights(checkpoint, shapes, config, TensorParallel(), dtype=torch.float32, device=CPU)
+        require_parameters(checkpoint, shapes, config, TensorParallel(), torch.float32)
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="only Linux reads ahead")

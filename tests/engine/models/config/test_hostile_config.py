@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -305,6 +307,43 @@ def test_more_experts_than_are_stored_are_refused_by_the_headers(
     error = try_changes(workshops(name), {field: 4000})
     assert isinstance(error, ModelLoadError)
     assert tensor in str(error)
+
+
+WIDE = {"hidden_size": 2**18, "num_attention_heads": 4096, "num_key_value_heads": 4096, "head_dim": 64}
+WIDE |= {"intermediate_size": 2**20}
+EMBEDDING = "model.embed_tokens.weight"
+UNSTORED: list[tuple[str, dict[str, int], str]] = [
+    ("qwen3", WIDE, EMBEDDING),
+    ("qwen3", {"vocab_size": 2**24}, EMBEDDING),
+    ("qwen3", {"max_position_embeddings": 2**24, "intermediate_size": 208}, "model.layers.0.mlp.gate_proj.weight"),
+    ("mixtral", {"num_local_experts": 4000, "intermediate_size": 2**20}, "model.layers.0.block_sparse_moe.gate.weight"),
+    ("qwen3-next", {"num_attention_heads": 4096, "head_dim": 8192}, "model.layers.2.self_attn.q_proj.weight"),
+    ("gemma-3n-e4b", {"hidden_size": 2**18, "laurel_rank": 2**18}, EMBEDDING),
+    ("CohereForCausalLM", WIDE | {"vocab_size": 2**24}, "model.embed_tokens.weight"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "tensor"), UNSTORED, ids=lambda value: str(value)[:40])
+def test_no_memory_is_taken_for_sizes_that_the_files_do_not_have(
+    workshops: Workshops, name: str, changes: dict[str, int], tensor: str
+) -> None:
+    workshop = workshops(name)
+    with little_memory():
+        error = try_changes(workshop, changes)
+    assert isinstance(error, ModelLoadError)
+    assert re.search(rf"'{tensor}' of '.*/model.safetensors' has shape \[\d.*\](, but its| instead of) ", str(error))
+
+
+@contextmanager
+def little_memory() -> Iterator[None]:
+    """Let this process take 1 GiB more than it has, at most: more fails with another error than ModelLoadError."""
+    resource = pytest.importorskip("resource")
+    before, pages = resource.getrlimit(resource.RLIMIT_AS), int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**30, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def test_options_of_experts_that_a_mixtral_does_not_have_change_nothing(workshops: Workshops) -> None:

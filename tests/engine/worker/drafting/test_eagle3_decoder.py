@@ -172,7 +172,7 @@ def test_no_memory_is_taken_for_sizes_that_the_file_does_not_have(
     speculation = changed(saved, tmp_path, {**wide, "intermediate_size": 2**20, "target_hidden_size": 96})
     found = refusal(saved, speculation, ModelLoadError)
     assert found.startswith(
-        "'fc.weight' of 'HEAD/model.safetensors' has shape [96, 288], but its config.json says [262"
+        "'midlayer.input_layernorm.weight' of 'HEAD/model.safetensors' has shape [96], but its config.json says [262"
     )
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.errors import ConfigError, ModelLoadError
 from engine.models.checkpoint.checkpoint import open_checkpoint
-from engine.models.checkpoint.weights import read_weights
+from engine.models.checkpoint.weights import read_weights, require_parameters
 from engine.models.config.files.hf_config import load_hf_config
 from engine.models.config.model_config import ModelConfig
 from engine.models.decoder.decoder import Decoder
@@ -40,7 +40,7 @@ def weights_of(path: str, rank: int = 0, size: int = 1, dtype: torch.dtype = tor
         model = Decoder(config, torch.zeros(1), parallel, TorchOps())
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     with open_checkpoint(path) as checkpoint:
-        return dict(read_weights(checkpoint, shapes, config, parallel, dtype=dtype, device=CPU))
+        return dict(read_weights(checkpoint, require_parameters(checkpoint, shapes, config, parallel, dtype), CPU))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -134,7 +134,7 @@ def test_a_router_of_another_size_is_refused_before_any_expert_is_listed(tmp_pat
         open_checkpoint(path) as checkpoint,
         pytest.raises(ModelLoadError, match=r"'model\.layers\.0\.mlp\.gate\.weight' of .* has shape \[8, 96\]"),
     ):
-        read_weights(checkpoint, shapes, config, Rank(0, 1), dtype=torch.float32, device=CPU)
+        require_parameters(checkpoint, shapes, config, Rank(0, 1), torch.float32)
 
 
 def test_the_torch_model_holds_each_expert_where_its_checkpoint_says(

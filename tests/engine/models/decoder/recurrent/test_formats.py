@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.models.checkpoint.checkpoint import open_checkpoint
-from engine.models.checkpoint.weights import read_weights
+from engine.models.checkpoint.weights import read_weights, require_parameters
 from engine.models.config.files.hf_config import load_hf_config
 from engine.models.config.model_config import ModelConfig
 from engine.models.decoder.decoder import Decoder
@@ -52,7 +52,8 @@ def parameters(path: Path, rank: int, size: int) -> dict[str, torch.Tensor]:
         skeleton = Decoder(config, torch.zeros(1), parallel, TorchOps())
     shapes = {name: parameter.shape for name, parameter in skeleton.named_parameters()}
     with open_checkpoint(path) as checkpoint:
-        weights = read_weights(checkpoint, shapes, config, parallel, dtype=torch.float32, device=torch.device("cpu"))
+        parameters = require_parameters(checkpoint, shapes, config, parallel, torch.float32)
+        weights = read_weights(checkpoint, parameters, torch.device("cpu"))
         return {name: weight.clone() for name, weight in weights}
 
 
