@@ -17,7 +17,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from engine.errors import ModelLoadError
+from engine.models.adapter.fit import require_fit
 from engine.models.adapter.linears import pack_linears
+from engine.models.checkpoint.checkpoint import open_checkpoint
 from engine.models.checkpoint.finite import is_finite
 from engine.pooling.attention import NAME, register
 from engine.pooling.checkpoint import PooledCheckpoint
@@ -30,8 +32,6 @@ from kernels.gelu import Gelu
 __all__ = ["load_pooled_model"]
 
 logger = logging.getLogger(__name__)
-
-_MAX_LISTED = 3
 
 
 def load_pooled_model(
@@ -74,25 +74,28 @@ def _load(checkpoint: PooledCheckpoint, task: str, dtype: torch.dtype | None, de
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     with _as_load_errors(checkpoint.path):
         config = transformers.AutoConfig.from_pretrained(checkpoint.path, **options)
-        model, report = kind.from_pretrained(
-            checkpoint.path,
-            config=config,
-            dtype=_dtype(config, dtype, device),
-            attn_implementation=NAME,
-            use_safetensors=True,
-            output_loading_info=True,
-            **options,
-        )
+        own: dict[str, Any] = {"dtype": _dtype(config, dtype, device), "attn_implementation": NAME}
+        with torch.device("meta"):
+            skeleton = kind.from_config(config, **own)
+        _require_base(skeleton, checkpoint)
+        with open_checkpoint(checkpoint.path) as stored:
+            # sentence-transformers saves no pooler where the model was made without.
+            may_lack = "pooler." if task == "embed" else None
+            require_fit(skeleton, stored, own["dtype"], has_others=True, may_lack=may_lack)
+        model = kind.from_pretrained(checkpoint.path, config=config, use_safetensors=True, **own, **options)
+    if task == "embed" and hasattr(model, "pooler"):
+        model.pooler = None
+    return model
+
+
+def _require_base(model: Any, checkpoint: PooledCheckpoint) -> None:
+    """Raise ModelLoadError unless a model of transformers is of the architecture that a checkpoint names."""
     base = type(model.base_model).__name__.removesuffix("Model")
     if not checkpoint.name.startswith(base):
         raise ModelLoadError(
             f"config.json of '{checkpoint.path}' names the architecture '{checkpoint.name}', but its model_type is "
             f"that of '{base}'; correct it"
         )
-    _require_complete(report, checkpoint.path, without_pooler=task == "embed")
-    if task == "embed" and hasattr(model, "pooler"):
-        model.pooler = None
-    return model
 
 
 def _replace_gelu(model: nn.Module) -> None:
@@ -123,16 +126,6 @@ def _as_load_errors(path: Path) -> Iterator[None]:
     except Exception as error:  # they raise anything
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelLoadError(f"checkpoint '{path}' could not be loaded: {reason}") from error
-
-
-def _require_complete(report: dict[str, Any], path: Path, *, without_pooler: bool) -> None:
-    missing = {name for name in report["missing_keys"] if not (without_pooler and name.startswith("pooler."))}
-    wrong = [str(name) for name in (*sorted(missing), *map(str, report["mismatched_keys"]))]
-    if wrong:
-        raise ModelLoadError(
-            f"checkpoint '{path}' does not fit its config.json: {', '.join(wrong[:_MAX_LISTED])} "
-            f"({len(wrong)} tensors) are missing or of another shape; give the whole checkpoint"
-        )
 
 
 def _require_finite(model: nn.Module, path: Path) -> None:

@@ -26,13 +26,20 @@ _MAX_FURTHER = 64
 _IN_ORDER = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
-def require_fit(model: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> list[str]:
+def require_fit(
+    model: Any, checkpoint: Checkpoint, dtype: torch.dtype, *, has_others: bool = False, may_lack: str | None = None
+) -> list[str]:
     """Check the names, shapes and dtypes in the files' headers; return the tensors that will be read, in order.
+
+    Call it before memory is allocated for a model: transformers' loader takes it, and fills it with random numbers, for
+    what is missing or has another shape.
 
     Args:
         model: of transformers, on the meta device; do not use it afterwards.
         checkpoint: is open.
         dtype: that the weights will have.
+        has_others: whether the checkpoint has tensors of other models, too.
+        may_lack: the beginning of the names of tensors that may be missing.
 
     Raises:
         ModelLoadError: if tensors are missing, unexpected, or of another shape or dtype.
@@ -57,14 +64,21 @@ def require_fit(model: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> list[
     stored_as_tied = {source for tied, source in ties.items() if tied not in loading.missing_keys}
     for name in order:
         checkpoint.require_floats(name)
-    _refuse(checkpoint, dict.fromkeys(loading.missing_keys - ties.keys() - stored_as_tied, "is missing"))
-    unexpected = {name for name in loading.unexpected_keys if not name.startswith(_further_layers(model.config))}
-    unexpected -= unneeded_biases(checkpoint, unexpected)
-    _refuse(checkpoint, dict.fromkeys(unexpected, "is unexpected"))
+    missing = loading.missing_keys - ties.keys() - stored_as_tied
+    missing = {name for name in missing if may_lack is None or not name.startswith(may_lack)}
+    _refuse(checkpoint, dict.fromkeys(missing, "is missing"))
+    if not has_others:
+        _refuse(checkpoint, dict.fromkeys(_unexpected(model, checkpoint, loading.unexpected_keys), "is unexpected"))
     shapes = {name: (list(stored), list(needed)) for name, stored, needed in loading.mismatched_keys}
     _refuse(checkpoint, {name: f"has shape {pair[0]} instead of {pair[1]}" for name, pair in shapes.items()})
     _refuse(checkpoint, dict.fromkeys(loading.conversion_errors, "cannot be joined from the stored tensors"))
     return order
+
+
+def _unexpected(model: Any, checkpoint: Checkpoint, names: set[str]) -> set[str]:
+    """Return those of some stored tensors that the model does not need and that are not known to be superfluous."""
+    unexpected = {name for name in names if not name.startswith(_further_layers(model.config))}
+    return unexpected - unneeded_biases(checkpoint, unexpected)
 
 
 def read_dtype(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> torch.dtype:

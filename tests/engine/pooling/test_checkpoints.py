@@ -15,6 +15,7 @@ from engine.errors import ConfigError, ModelLoadError
 from engine.pooling.checkpoint import PooledCheckpoint
 from engine.pooling.config import PoolingConfig
 from engine.pooling.runner import PoolingRunner
+from tests.engine.models.checkpoint.damaged_checkpoints import little_memory
 from tests.engine.pooling.checkpoints import save_classifier, save_model, save_sentence_files, write_json
 from tests.engine.pooling.oracle import config_json
 
@@ -116,16 +117,20 @@ LAYER = "encoder.layer.0.output.dense.weight"
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda path: _change_weights(path, lambda weights: weights.pop(LAYER)), f"{LAYER} .*missing or of"),
+        (lambda path: _change_weights(path, lambda weights: weights.pop(LAYER)), f"'{LAYER}' is missing;"),
         (lambda path: _change_weights(path, lambda w: w[LAYER].fill_(float("nan"))), f"'{LAYER}' .* holds NaN"),
-        (lambda path: (path / "model.safetensors").write_bytes(b"x"), "could not be loaded"),
-        (lambda path: (path / "model.safetensors").rename(path / "pytorch_model.bin"), "could not be loaded"),
+        (lambda path: (path / "model.safetensors").write_bytes(b"x"), "is not a readable safetensors file"),
+        (lambda path: (path / "model.safetensors").rename(path / "pytorch_model.bin"), "convert it to safetensors"),
         (lambda path: change_config(path, model_type="roberta"), "its model_type is that of 'Roberta'"),
+        (lambda path: change_config(path, vocab_size=2**24), "shape .384, 64. instead of .16777216, 64.; download"),
+        (lambda path: change_config(path, intermediate_size=2**20), "has shape .96. instead of .1048576. and 8 more"),
+        (lambda path: change_config(path, num_hidden_layers=512), "'encoder.layer.10.*' is missing and 8143 more; dow"),
+        (lambda path: change_config(path, max_position_embeddings=2**30), "embeddings.weight' of .* instead of .10737"),
     ],
 )  # fmt: skip
 def test_weights_that_do_not_fit(bert: Path, spoil: Callable[[Path], None], message: str) -> None:
     spoil(bert)
-    with pytest.raises(ModelLoadError, match=message):
+    with little_memory(), pytest.raises(ModelLoadError, match=message):
         load(bert)
 
 

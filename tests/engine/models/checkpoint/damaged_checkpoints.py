@@ -12,9 +12,11 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 from transformers import PreTrainedModel
 
 from engine.errors import PagodaError
@@ -107,3 +109,15 @@ class Workshop:
 
 def open_files_and_threads() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0, threading.active_count()
+
+
+@contextmanager
+def little_memory() -> Iterator[None]:
+    """Let this process take 1 GiB more than it has, at most: more fails with another error than ModelLoadError."""
+    resource = pytest.importorskip("resource")
+    before, pages = resource.getrlimit(resource.RLIMIT_AS), int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**30, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)

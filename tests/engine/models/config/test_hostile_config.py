@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from transformers import CONFIG_MAPPING
 from engine.errors import ModelLoadError, PagodaError, PromptTooLongError
 from engine.models.config.values.limits import require_plausible
 from tests.engine.models.adapter.tiny_models import TINY_MODELS
-from tests.engine.models.checkpoint.damaged_checkpoints import Workshop, generate
+from tests.engine.models.checkpoint.damaged_checkpoints import Workshop, generate, little_memory
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
@@ -332,18 +331,6 @@ def test_no_memory_is_taken_for_sizes_that_the_files_do_not_have(
         error = try_changes(workshop, changes)
     assert isinstance(error, ModelLoadError)
     assert re.search(rf"'{tensor}' of '.*/model.safetensors' has shape \[\d.*\](, but its| instead of) ", str(error))
-
-
-@contextmanager
-def little_memory() -> Iterator[None]:
-    """Let this process take 1 GiB more than it has, at most: more fails with another error than ModelLoadError."""
-    resource = pytest.importorskip("resource")
-    before, pages = resource.getrlimit(resource.RLIMIT_AS), int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**30, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def test_options_of_experts_that_a_mixtral_does_not_have_change_nothing(workshops: Workshops) -> None:
