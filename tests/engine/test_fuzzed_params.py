@@ -21,9 +21,9 @@ from engine.outputs import EngineOutput
 from engine.request import EngineRequest
 from engine.sampling_params import SamplingParams
 from tests.engine.async_streams import stream, wait_until_idle
-from tests.engine.checkpoints import VOCAB_SIZE
 from tests.engine.conftest import SavedModel
 from tests.engine.oracle import Activity, answers, check_idle, make_llm, random_tokens, run
+from tests.engine.tiny_tokenizers import VOCAB_SIZE
 from tests.waiting import HANG_S
 
 ALL_IDS = list(range(VOCAB_SIZE))

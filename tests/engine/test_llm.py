@@ -15,8 +15,9 @@ from engine.sampling_params import SamplingParams
 from engine.scheduling.drafting.drafter import Drafter
 from engine.scheduling.scheduler_output import SampledTokens, SchedulerOutput
 from engine.sequence import Sequence
-from tests.engine.checkpoints import build_model, save_checkpoint, save_tokenizer
+from tests.engine.checkpoints import build_model, save_checkpoint
 from tests.engine.conftest import SavedModel
+from tests.engine.tiny_tokenizers import save_tokenizer
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_cache_memory": "8MiB"}
 

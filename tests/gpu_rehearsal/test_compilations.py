@@ -14,7 +14,8 @@ import pytest
 
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams
-from tests.engine.checkpoints import VOCAB_SIZE, build_model, save_checkpoint
+from tests.engine.checkpoints import build_model, save_checkpoint
+from tests.engine.tiny_tokenizers import VOCAB_SIZE
 from tests.gpu_rehearsal.code_lines import ROOT
 from tests.gpu_rehearsal.rehearsal import Rehearsal
 from tests.gpu_rehearsal.scenarios import watch

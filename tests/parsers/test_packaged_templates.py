@@ -10,7 +10,7 @@ import pytest
 from deployments.parsers.detection import detect_tool_parser
 from engine.text.template_files import PACKAGED_TEMPLATES
 from engine.text.tokenizer import Tokenizer
-from tests.engine.checkpoints import save_tokenizer
+from tests.engine.tiny_tokenizers import save_tokenizer
 from tests.parsers.conformance import TOOLS, pagoda
 
 USER = {"role": "user", "content": "Q"}

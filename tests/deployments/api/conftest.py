@@ -14,7 +14,7 @@ from engine.pooling.info import PoolingInfo
 from engine.text.tokenizer import Tokenizer
 from tests.deployments.conftest import OpenClient
 from tests.deployments.fakes import INFO, FakeEngines, output
-from tests.engine.checkpoints import save_tokenizer
+from tests.engine.tiny_tokenizers import save_tokenizer
 
 # As Qwen3's: the markers of calls are special tokens here, so that a parser has to ask for them.
 TEMPLATE = (

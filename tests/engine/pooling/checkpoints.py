@@ -25,7 +25,7 @@ from transformers import (
     XLMRobertaConfig,
 )
 
-from tests.engine.checkpoints import save_tokenizer
+from tests.engine.tiny_tokenizers import save_tokenizer
 
 SENTENCE = "the cache holds keys and values of every token a query finds blocks in memory yes no what is paged"
 WORDS = SENTENCE.split()

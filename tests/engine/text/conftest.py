@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.text.tokenizer import Tokenizer
-from tests.engine.checkpoints import save_byte_fallback_tokenizer, save_tokenizer
+from tests.engine.tiny_tokenizers import save_byte_fallback_tokenizer, save_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from engine.errors import RequestError
 from engine.text.tokenizer import Tokenizer
-from tests.engine.checkpoints import CHAT_TEMPLATE, save_tokenizer
+from tests.engine.tiny_tokenizers import CHAT_TEMPLATE, save_tokenizer
 
 # Templates that trim, that do not, that write a header for every message, and that add a BOS.
 TEMPLATES = {

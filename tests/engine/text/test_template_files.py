@@ -10,7 +10,7 @@ import pytest
 
 from engine.errors import ConfigError, ModelLoadError
 from engine.text.tokenizer import Tokenizer
-from tests.engine.checkpoints import save_tokenizer
+from tests.engine.tiny_tokenizers import save_tokenizer
 
 DEEPSEEK = ["deepseek_v32", "deepseek_v4"]
 USER = {"role": "user", "content": "Q"}

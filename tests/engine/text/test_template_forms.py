@@ -12,7 +12,7 @@ import pytest
 from engine.errors import RequestError
 from engine.text.template_forms import LateSystemMessages, TemplateForms
 from engine.text.tokenizer import Tokenizer
-from tests.engine.checkpoints import save_tokenizer
+from tests.engine.tiny_tokenizers import save_tokenizer
 
 # Templates with the habits of those of published models.
 LLAMA = (

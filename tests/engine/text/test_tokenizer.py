@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from engine.errors import ModelLoadError, RequestError
 from engine.sampling_params import SamplingParams
 from engine.text.tokenizer import Tokenizer, _rust_tokenizer
-from tests.engine.checkpoints import save_tokenizer
+from tests.engine.tiny_tokenizers import save_tokenizer
 from tests.waiting import HANG_S, until
 
 IM_START, IM_END = 3, 4

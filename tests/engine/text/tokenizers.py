@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from engine.text.tokenizer import Tokenizer
-from tests.engine.checkpoints import save_tokenizer
+from tests.engine.tiny_tokenizers import save_tokenizer
 
 __all__ = ["KINDS", "LETTERS", "NEIGHBOURS", "decoded", "load_kind", "saved_kind"]
 

@@ -12,12 +12,13 @@ from engine.options.structured_outputs import StructuredOutputsParams
 from engine.sampling import choosers
 from engine.sampling_params import SamplingParams
 from engine.worker.step_plan import StepPlan
-from tests.engine.checkpoints import VOCAB_SIZE, build_model, save_checkpoint, save_tokenizer
+from tests.engine.checkpoints import build_model, save_checkpoint
 from tests.engine.models.decoder.recurrent.recurrent_families import (
     RECURRENT_FAMILIES,
     build_recurrent_model,
     save_as_published,
 )
+from tests.engine.tiny_tokenizers import VOCAB_SIZE, save_tokenizer
 
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0},

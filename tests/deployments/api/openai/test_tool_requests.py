@@ -17,7 +17,7 @@ from engine.text.tokenizer import Tokenizer
 from tests.deployments.api.conftest import Answers
 from tests.deployments.conftest import OpenClient
 from tests.deployments.fakes import FakeEngines
-from tests.engine.checkpoints import save_tokenizer
+from tests.engine.tiny_tokenizers import save_tokenizer
 
 USER: dict[str, Any] = {"role": "user", "content": "the cache"}
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

@@ -14,8 +14,8 @@ from engine.kv.tiers import fetching
 from engine.options.structured_outputs import StructuredOutputsParams
 from engine.sampling_params import SamplingParams
 from tests.deployments.transport.pages.nodes import BLOCK_SIZE, GREEDY, nodes, prompt_of, save
-from tests.engine.checkpoints import save_tokenizer
 from tests.engine.shadow import make_engine
+from tests.engine.tiny_tokenizers import save_tokenizer
 from tests.waiting import HANG_S, until_in_loop
 
 SEEDED = SamplingParams(temperature=1.0, seed=5, max_tokens=12)

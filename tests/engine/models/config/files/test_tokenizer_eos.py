@@ -15,9 +15,9 @@ from engine.errors import ModelLoadError
 from engine.llm import LLM
 from engine.models.config.files.generation_defaults import GenerationDefaults
 from engine.models.config.files.tokenizer_eos import tokenizer_eos_id
-from tests.engine.checkpoints import save_tokenizer
 from tests.engine.conftest import SavedModel
 from tests.engine.text.tokenizers import KINDS, saved_kind
+from tests.engine.tiny_tokenizers import save_tokenizer
 
 
 def edit(file: Path, **changes: Any) -> None:
