@@ -121,9 +121,10 @@ async def _run(batch: OfflineBatch, endpoint: str, lines: list[InputLine], resul
 async def _opened(batch: OfflineBatch) -> AsyncIterator[tuple[LineCall, int]]:
     """Yield what sends a line, and how many lines at once."""
     if batch.url is None:
-        from deployments.batch.offline.local_engine import local_engine  # it loads torch
+        config = _app_config(batch.config)
+        from deployments.batch.offline.local_engine import local_engine  # it loads torch, for which no mistake waits
 
-        async with local_engine(_app_config(batch.config)) as (call, num_lines):
+        async with local_engine(config) as (call, num_lines):
             yield call, num_lines + num_lines // 4
         return
     http = HttpCall(batch.url, batch.key, batch.concurrency)
