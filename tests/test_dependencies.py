@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import sys
 import tomllib
@@ -12,6 +11,8 @@ from importlib.metadata import distribution, packages_distributions
 from pathlib import Path
 
 import pytest
+
+from tests.source_files import read_source
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = {"benchmarks", "demo", "deployments", "engine", "k8s", "kernels", "tests"}
@@ -50,33 +51,12 @@ def required_by(*extras: str) -> set[str]:
     return {normalized(re.split(r"[^\w.-]", line, maxsplit=1)[0]) for line in lines}
 
 
-@cache
-def parse(path: Path) -> ast.Module:
-    """Return a file's syntax tree."""
-    return ast.parse(path.read_text())
-
-
-def statements(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the statements within a node, without the expressions, most of what a file consists of."""
-    for field in ("body", "orelse", "finalbody", "handlers", "cases"):
-        children = getattr(node, field, ())
-        for child in children if isinstance(children, list) else ():
-            yield child
-            yield from statements(child)
-
-
 def imported_modules(path: Path) -> Iterator[str]:
     """Yield the dotted names of all modules of other projects that a file imports, those inside functions included."""
-    for node in statements(parse(path)):
-        names: list[str] = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names = [node.module]
-        for name in names:
-            top = name.partition(".")[0]
-            if top not in OURS and top not in sys.stdlib_module_names:
-                yield name
+    for name in read_source(path).imported:
+        top = name.partition(".")[0]
+        if top not in OURS and top not in sys.stdlib_module_names:
+            yield name
 
 
 def in_requirements_of(folder: Path) -> set[str]:
@@ -121,9 +101,7 @@ def test_peers_are_imported_lazily_and_by_their_runners_only() -> None:
         is_runner = path.parent == ROOT / "benchmarks" / "peers"
         modules = {module.partition(".")[0] for module in imported_modules(path)}
         assert is_runner or not modules & PEERS, path
-        top_level = parse(path).body
-        eager = {alias.name for node in top_level if isinstance(node, ast.Import) for alias in node.names}
-        eager |= {str(node.module) for node in top_level if isinstance(node, ast.ImportFrom)}
+        eager = read_source(path).imported_at_once
         assert not {name.partition(".")[0] for name in eager} & PEERS, path
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 
 import pytest
+
+from tests.source_files import read_source
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("benchmarks", "demo", "deployments", "docs", "engine", "k8s", "kernels", "tests")
@@ -83,13 +84,7 @@ def test_docstrings_and_comments_name_what_exists() -> None:
     files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
     missing = {}
     for path in sorted(files):
-        text = path.read_text()
-        docstrings = (
-            ast.get_docstring(node) or ""
-            for node in ast.walk(ast.parse(text))
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        )
-        comments = re.findall(r"#.*", text)
-        if paths := dead("\n".join([*docstrings, *comments])):
+        comments = re.findall(r"#.*", path.read_text())
+        if paths := dead("\n".join([*read_source(path).docstrings, *comments])):
             missing[str(path.relative_to(ROOT))] = paths
     assert not missing
