@@ -27,8 +27,8 @@
  *                     minima   [granules, 16]    float32
  *
  * A block of a row of activations is twelve words: eight of signed bytes, their scale, and three sums times the scale, of
- * the first 16 inputs, of the others, and of all. A block of a tile of rows is their first words, then their second ones, and
- * so on; with AMX (runtime/tiles.h) it is all rows' words of bytes, and then their scales and sums as before.
+ * the first 16 inputs, of the others, and of all. A block of a tile of rows is their first words, then their second ones,
+ * and so on; with AMX (runtime/tiles.h) it is all rows' words of bytes, and then their scales and sums as before.
  *
  * Codes of 8 bits may be floats instead (FP8, MXFP8). They have a scale, and nothing is subtracted. They are decoded to
  * words of two bfloat16, the activations are those of bfloat16 weights, and sums of products are multiplied by scales.
@@ -90,7 +90,8 @@ void pagoda_decode_segment(uint8_t *blocks, const uint8_t *segment, const pagoda
 void pagoda_multiply_coded_row(float *sums, const uint32_t *row, const uint8_t *panel, const pagoda_code_format *format,
                                const pagoda_panel_layout *layout, int64_t in_features);
 
-/* Multiplies rows with four panels, to sums [tiles of rows][4][rows][16], with AMX's tiles (runtime/tiles.h). */
+/* Multiplies rows with four panels whose granules have 32 inputs, to sums [tiles of rows][4][rows][16], with AMX's tiles
+ * (runtime/tiles.h). */
 void pagoda_multiply_coded_tiles(float *sums, const uint32_t *rows, int64_t num_rows, const uint8_t *panels,
                                  const pagoda_code_format *format, const pagoda_panel_layout *layout,
                                  int64_t in_features);

@@ -6,6 +6,7 @@
 #define PAGODA_CODED_TILES_H
 
 #include "coded/dot.h"
+#include "runtime/tiles.h"
 
 enum {
 #if PAGODA_HALF_REGISTERS
@@ -22,24 +23,28 @@ typedef struct {
     int64_t lines;
 } coded_fetch;
 
-/* Multiplies some rows of a tile with blocks of some panels, which are `panel_bytes` apart, and adds the products to the
- * sums, [panels][row_step][16]. */
-typedef void (*coded_tile)(float *sums, const uint32_t *rows, int64_t row_step, const uint8_t *panels,
+/* Multiplies some rows of a tile, from `first` on, with blocks of some panels, which are `panel_bytes` apart, and adds
+ * the products to the sums, [panels][row_step][16]. */
+typedef void (*coded_tile)(float *sums, const uint32_t *rows, int64_t first, int64_t row_step, const uint8_t *panels,
                            int64_t panel_bytes, int64_t num_blocks, coded_fetch fetch);
+
+/* From a row's words of bytes to those of the next row, and from a word to the next one; see codes.h. */
+#define ROW_STRIDE (PAGODA_HAS_TILES ? BLOCK_WORDS : 1)
+#define WORD_STRIDE (PAGODA_HAS_TILES ? 1 : row_step)
 
 /* GRANULES of a block: 1 or 2. */
 #define DEFINE_TILE(NAME, GRANULES, IS_WIDE, ROWS, PANELS)                                                            \
-    static void NAME##_##ROWS(float *sums, const uint32_t *rows, int64_t row_step, const uint8_t *panels,             \
-                              int64_t panel_bytes, int64_t num_blocks, coded_fetch fetch) {                           \
+    static void NAME##_##ROWS(float *sums, const uint32_t *rows, int64_t first, int64_t row_step,                     \
+                              const uint8_t *panels, int64_t panel_bytes, int64_t num_blocks, coded_fetch fetch) {    \
         enum { WORDS = BLOCK_WORDS / GRANULES, BLOCK_BYTES = (BLOCK_WORDS + 2 * GRANULES) * LANES * 4 };              \
         for (int lane = 0; lane < LANES; lane += REGISTER_LANES) {                                                    \
             f32_register sum[PANELS][ROWS];                                                                           \
             _Pragma("GCC unroll 4") for (int p = 0; p < PANELS; p++)                                                  \
                 _Pragma("GCC unroll 8") for (int r = 0; r < ROWS; r++)                                                \
-                    sum[p][r] = register_load(sums + (p * row_step + r) * LANES + lane);                              \
+                    sum[p][r] = register_load(sums + (p * row_step + first + r) * LANES + lane);                      \
             const uint8_t *block = panels + lane * 4;                                                                 \
-            const uint32_t *row = rows;                                                                               \
-            for (int64_t b = 0; b < num_blocks; b++, block += BLOCK_BYTES, row += ROW_BLOCK_WORDS * row_step) {       \
+            const uint32_t *row = rows + first, *words = rows + first * ROW_STRIDE;                                   \
+            for (int64_t b = 0; b < num_blocks; b++, block += BLOCK_BYTES) {                                          \
                 for (int64_t i = 0; i < fetch.lines; i++, fetch.start += 64)                                          \
                     _Pragma("GCC unroll 4") for (int p = 0; p < PANELS; p++)                                          \
                         __builtin_prefetch(fetch.start + p * fetch.panel_stride, 0, 2);                               \
@@ -51,7 +56,8 @@ typedef void (*coded_tile)(float *sums, const uint32_t *rows, int64_t row_step, 
                             levels[p] = load_levels(block + p * panel_bytes + k * LANES * 4);                         \
                         _Pragma("GCC unroll 8") for (int r = 0; r < ROWS; r++)                                        \
                             _Pragma("GCC unroll 4") for (int p = 0; p < PANELS; p++)                                  \
-                                dots[p][r] = dot_bytes(dots[p][r], levels[p], row[k * row_step + r], IS_WIDE);        \
+                                dots[p][r] = dot_bytes(dots[p][r], levels[p],                                         \
+                                                       words[r * ROW_STRIDE + k * WORD_STRIDE], IS_WIDE);             \
                     }                                                                                                 \
                     _Pragma("GCC unroll 4") for (int p = 0; p < PANELS; p++) {                                        \
                         const float *scales = (const float *)(block + p * panel_bytes) + BLOCK_WORDS * LANES;         \
@@ -65,10 +71,12 @@ typedef void (*coded_tile)(float *sums, const uint32_t *rows, int64_t row_step, 
                         }                                                                                             \
                     }                                                                                                 \
                 }                                                                                                     \
+                row += ROW_BLOCK_WORDS * row_step;                                                                    \
+                words += ROW_BLOCK_WORDS * row_step;                                                                  \
             }                                                                                                         \
             _Pragma("GCC unroll 4") for (int p = 0; p < PANELS; p++)                                                  \
                 _Pragma("GCC unroll 8") for (int r = 0; r < ROWS; r++)                                                \
-                    register_store(sums + (p * row_step + r) * LANES + lane, sum[p][r]);                              \
+                    register_store(sums + (p * row_step + first + r) * LANES + lane, sum[p][r]);                      \
         }                                                                                                             \
     }
 
@@ -108,6 +116,8 @@ static const coded_tile *coded_tiles_for(const pagoda_code_format *format) {
     return is_of_16 ? of_16 : of_32;
 }
 
+#undef ROW_STRIDE
+#undef WORD_STRIDE
 #undef DEFINE_TILE
 #undef DEFINE_TILES
 

@@ -1,9 +1,7 @@
 /* See linear.h. */
 #include "linear/linear.h"
 
-#if !PAGODA_HAS_TILES
 #include "coded/tiles.h"
-#endif
 #include "runtime/integers.h"
 #include "runtime/scratch.h"
 #include "runtime/threads.h"
@@ -18,6 +16,7 @@ enum {
     MIN_PARTS_PER_THREAD = 2,
     CACHE_LINE = 64,
     SEGMENTS_AHEAD = 2,
+    MOST_ROWS_WITHOUT_TILES = 6, /* of codes: they have the same bits with and without AMX's tiles */
 };
 
 int32_t pagoda_has_int8(void) { return PAGODA_HAS_INT8; }
@@ -251,7 +250,6 @@ typedef struct {
     pagoda_panel_layout layout;
 } coded_group;
 
-#if !PAGODA_HAS_TILES
 /* Multiplies a range of rows with a segment of some coded panels, from `panel` of the group on, and adds to sums
  * [tiles of rows][4][rows][16]. The next segments are fetched meanwhile, as evenly as possible. */
 static void multiply_segment(const linear_call *call, float *sums, const coded_group *group, int64_t panel,
@@ -280,14 +278,12 @@ static void multiply_segment(const linear_call *call, float *sums, const coded_g
         const uint32_t *rows = call->rows->words + row * call->num_words + first_block * ROW_BLOCK_WORDS * num_rows;
         for (int part = 0; part < parts; part++) {
             const int first = num_rows * part / parts, count = num_rows * (part + 1) / parts - first;
-            tiles[count](sums + (panel * num_rows + first) * LANES, rows + first, num_rows, decoded, decoded_bytes,
-                         num_blocks, fetch);
+            tiles[count](sums + panel * num_rows * LANES, rows, first, num_rows, decoded, decoded_bytes, num_blocks,
+                         fetch);
             fetch.lines = 0;
         }
     }
 }
-
-#endif
 
 #if PAGODA_HAS_TILES
 /* Does what multiply_segment does with words of four panels of floats, from `first_word` on, with AMX's tiles. They are
@@ -356,14 +352,16 @@ static void multiply_float_group(const linear_call *call, float *sums, const cod
 }
 #endif
 
-/* Does what multiply_group does with coded panels. A segment of them is decoded once for all rows, to the first cache; one
- * row is multiplied without that, unless AMX's tiles do it. */
+/* Does what multiply_group does with coded panels. A segment of them is decoded once for all rows, to the first cache;
+ * one row is multiplied without that, unless AMX's tiles do it. They multiply integers for many rows only, and granules
+ * of 32 inputs: one of 16 would take as long. */
 static void multiply_coded_group(const linear_call *call, int64_t panel, int64_t row, int64_t end_row) {
     const pagoda_coded_panels *own = &call->weight->coded[panel / MAX_PANELS_AT_ONCE];
     const int32_t in_features = call->weight->in_features;
     const coded_group group = {(const uint8_t *)call->weight->words + own->start, own->format,
                                pagoda_layout_of_panel(own->format, in_features)};
     const pagoda_panel_layout *layout = &group.layout;
+    const int64_t num_segments = divide_up(in_features, SEGMENT_BLOCKS * BLOCK_INPUTS);
     const int64_t tile_sums = MAX_PANELS_AT_ONCE * ROWS_PER_TILE * LANES;
     const size_t bytes = (size_t)(divide_up(end_row - row, ROWS_PER_TILE) * tile_sums) * sizeof(float);
     float *sums = memset(pagoda_scratch(SCRATCH_CODED_SUMS, bytes), 0, bytes);
@@ -374,15 +372,15 @@ static void multiply_coded_group(const linear_call *call, int64_t panel, int64_t
         for (int64_t p = 0; p < MAX_PANELS_AT_ONCE; p++)
             pagoda_multiply_coded_row(sums + p * LANES, only_row, group.panels + p * layout->panel_bytes, group.format,
                                       layout, in_features);
-    } else {
 #if PAGODA_HAS_TILES
+    } else if (end_row - row > MOST_ROWS_WITHOUT_TILES && own->format->granule == BLOCK_INPUTS) {
         pagoda_multiply_coded_tiles(sums, call->rows->words + row * call->num_words, end_row - row, group.panels,
                                     group.format, layout, in_features);
-#else
+#endif
+    } else {
         for (int64_t p = 0; p < MAX_PANELS_AT_ONCE; p += CODED_PANELS_AT_ONCE)
             for (int64_t segment = 0; segment < num_segments; segment++)
                 multiply_segment(call, sums, &group, p, segment, row, end_row);
-#endif
     }
     fetch_outputs(call, row, (int)min(end_row - row, ROWS_PER_TILE), panel, MAX_PANELS_AT_ONCE);
     for (; row < end_row; row += ROWS_PER_TILE, sums += tile_sums) {

@@ -143,7 +143,7 @@ static void join_blocks(uint32_t *tile, const uint32_t *const *rows, int64_t num
         for (int64_t r = 0; r < num_rows; r++, tile += LANES) memcpy(tile, rows[r] + k, LANES * sizeof *tile);
 }
 
-/* Puts rows for codes together, as AMX reads them: of each block all rows' bytes, then their scales and sums, likewise. */
+/* Puts rows for codes together, as AMX reads them: of each block all rows' bytes, and then their scales and sums. */
 static void join_coded_blocks(uint32_t *tile, const uint32_t *const *rows, int64_t num_rows, int64_t num_words) {
     for (int64_t k = 0; k < num_words; k += ROW_BLOCK_WORDS) {
         for (int64_t r = 0; r < num_rows; r++, tile += BLOCK_WORDS)
