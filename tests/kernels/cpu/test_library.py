@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import subprocess
 import sys
 import threading
@@ -107,6 +108,15 @@ assert has_tiles()
     environment = os.environ | {"PAGODA_CACHE_DIR": str(tmp_path / "cache")}
     root = Path(__file__).parents[3]
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120, cwd=root, env=environment)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are of x86-64")
+@pytest.mark.parametrize("flags", ["-mno-amx-tile", "-march=x86-64-v3", "-march=x86-64"])
+def test_linear_layers_compile_for_other_processors(flags: str) -> None:
+    """They have other loops where there are no tiles. Longer tests build and run them."""
+    sources = sorted(building.SOURCES.glob("linear/*.c"))
+    options = ["-std=gnu11", "-march=native", flags, "-fsyntax-only", "-w", f"-I{building.SOURCES}"]
+    subprocess.run([*building.compiler(), *options, *sources], check=True, timeout=120)
 
 
 def test_without_a_compiler_the_error_lists_those_that_it_looked_for(
