@@ -73,7 +73,7 @@ def has_int8() -> bool:
 
 
 def has_tiles() -> bool:
-    """Return whether the kernels multiply bfloat16 and int8 with AMX's tiles on this machine."""
+    """Return whether the kernels multiply bfloat16, int8 and codes with AMX's tiles on this machine."""
     return bool(require().pagoda_has_tiles())
 
 

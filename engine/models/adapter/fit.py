@@ -20,7 +20,7 @@ from engine.models.checkpoint.checkpoint import Checkpoint
 from engine.models.checkpoint.unneeded_bias import unneeded_biases
 from engine.models.garbage import without_garbage_collection
 
-__all__ = ["loading_in_order", "read_dtype", "require_fit"]
+__all__ = ["loading_in_order", "progress_bars", "read_dtype", "require_fit"]
 
 _MAX_FURTHER = 64
 _IN_ORDER = "HF_DEACTIVATE_ASYNC_LOAD"
@@ -57,7 +57,7 @@ def require_fit(
     order: list[str] = []
     headers = {name: _Header(checkpoint, name, order, dtype) for name in checkpoint.names}
     # The collector would walk through the objects of all stored tensors again and again.
-    with loading_in_order(), without_garbage_collection():
+    with progress_bars(False), loading_in_order(), without_garbage_collection():
         loading, _ = convert_and_load_state_dict_in_model(model, headers, config)
     model._adjust_missing_and_unexpected_keys(loading)
     ties: dict[str, str] = model.all_tied_weights_keys
@@ -113,6 +113,21 @@ def loading_in_order() -> Iterator[None]:
         del os.environ[_IN_ORDER]
         if before is not None:
             os.environ[_IN_ORDER] = before
+
+
+@contextmanager
+def progress_bars(show: bool) -> Iterator[None]:
+    """Show or hide transformers' progress bars in the ``with``."""
+    from transformers.utils import logging as transformers_logging
+
+    before = transformers_logging.is_progress_bar_enabled()
+    if not show:
+        transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if before:
+            transformers_logging.enable_progress_bar()
 
 
 class _Copies:

@@ -21,7 +21,7 @@ import torch
 from engine.errors import ConfigError, ModelLoadError
 from engine.models.adapter.attention import NAME, register
 from engine.models.adapter.decoder import TransformersDecoder
-from engine.models.adapter.fit import loading_in_order, read_dtype, require_fit
+from engine.models.adapter.fit import loading_in_order, progress_bars, read_dtype, require_fit
 from engine.models.adapter.linears import pack_linears
 from engine.models.adapter.parallel import ParallelPlan
 from engine.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
@@ -71,7 +71,7 @@ def load_transformers_decoder(
         model_class, names, plan = _check(checkpoint, hf_config, config.architecture, dtype, parallel)
         if parallel.rank == 0:
             checkpoint.log_quantised(dtype)
-        with _progress_bars(show_progress and sys.stderr.isatty()), plan.applied_while_loading():
+        with progress_bars(show_progress and sys.stderr.isatty()), plan.applied_while_loading():
             model = _read(checkpoint, names, hf_config, model_class, dtype)
     model = model.to(device).eval()
     if use_cpu_kernels:
@@ -110,8 +110,7 @@ def _check(
             f"of '{type(model).__name__}'; correct it"
         )
     plan = ParallelPlan(model, parallel)
-    with _progress_bars(False):
-        return type(model), require_fit(model, checkpoint, dtype), plan
+    return type(model), require_fit(model, checkpoint, dtype), plan
 
 
 def _read(checkpoint: Checkpoint, names: list[str], hf_config: Any, model_class: Any, dtype: torch.dtype) -> Any:
@@ -180,18 +179,3 @@ class _LazyTensor:
         name, weight = next(self._weights)
         assert name == self._name
         return weight
-
-
-@contextmanager
-def _progress_bars(show: bool) -> Iterator[None]:
-    """Show or hide transformers' progress bars in the ``with``."""
-    from transformers.utils import logging as transformers_logging
-
-    before = transformers_logging.is_progress_bar_enabled()
-    if not show:
-        transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if before:
-            transformers_logging.enable_progress_bar()

@@ -74,3 +74,13 @@ def test_converters_are_copied_for_each_parameter_and_not_for_each_expert(
         assert len(require_fit(model, checkpoint, torch.bfloat16)) == count == len(set(checkpoint.names))
     # Two parameters a layer are joined of experts; a copy that is not needed is kept for the next parameter.
     assert LAYERS * 2 <= copies <= LAYERS * 2 + 2
+
+
+def test_no_progress_is_shown_while_only_headers_are_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = build()
+    write_experts_one_by_one(model, tmp_path)
+    with open_checkpoint(tmp_path) as checkpoint:
+        require_fit(model, checkpoint, torch.bfloat16)
+    assert capsys.readouterr().err == ""
