@@ -12,9 +12,9 @@
 
 enum {
     PANELS_AT_ONCE = 2,
-    SEGMENTS_AHEAD = 2,     /* that are fetched to the second cache, */
-    LINES_OF_PRODUCT = 2,   /* so many of their lines with each product, */
-    LINES_OF_BLOCK = 3,     /* and with each decoded block */
+    SEGMENTS_AHEAD = 2,     /* from a segment to the one that is fetched to the second cache meanwhile */
+    LINES_OF_PRODUCT = 2,   /* of the cache, that are fetched with each product */
+    LINES_OF_BLOCK = 3,     /* and with each block that is decoded */
     NUM_PRODUCTS = 4,       /* that wait to be added: as many as there are tiles of sums */
     BLOCKS_OF_TURN = 2 * NUM_PRODUCTS,
     DECODED_BYTES = (BLOCK_WORDS + 2) * LANES * 4, /* of a block: levels, scales, minima */
