@@ -9,7 +9,7 @@ import torch
 
 from engine.errors import ModelLoadError
 from engine.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from engine.models.checkpoint.stored_parts import EMBEDDING
+from engine.models.checkpoint.stored_parts import EMBEDDING, HEAD
 from engine.models.checkpoint.weights import read_weights, require_parameters
 from engine.models.config.model_config import ModelConfig
 from engine.models.decoder.cpu_decoder import CpuDecoder
@@ -30,11 +30,11 @@ OFFSETS = "d2t"  # offsets from the head's token ids to the model's
 
 
 def require_eagle3_weights(path: str, config: Eagle3Config, num_aux: int) -> None:
-    """Check by the names and one shape of the tensors that a checkpoint is of an EAGLE-3 head; read no weights.
+    """Check that a checkpoint is of this EAGLE-3 head before the model is loaded; read no weights.
 
     Raises:
         ConfigError: if it is of another kind of head, or of a whole model.
-        ModelLoadError: if it cannot be opened.
+        ModelLoadError: if it cannot be opened, or its projection or its head has other sizes than its config.
     """
     with open_checkpoint(path) as checkpoint:
         if "fc.weight" not in checkpoint:
@@ -42,6 +42,9 @@ def require_eagle3_weights(path: str, config: Eagle3Config, num_aux: int) -> Non
         width = checkpoint.shape_of("fc.weight")[-1:]
         if width == (2 * config.shape.hidden_size,) and num_aux != 2:
             raise refused_head(path, "is an EAGLE-1 or EAGLE-2 head: its 'fc.weight' reads one hidden state")
+        shapes = own_shapes(config, num_aux)
+        for name in ("fc.weight", HEAD):
+            checkpoint.require(name, shapes[name])
 
 
 def load_eagle3_head(

@@ -30,6 +30,7 @@ from engine.worker.drafting.eagle3_decoder import Eagle3Decoder
 from kernels.attention.select import select_backend
 from kernels.cpu.library import library
 from tests.engine.conftest import SavedModel
+from tests.engine.models.checkpoint.damaged_checkpoints import little_memory
 from tests.engine.models.decoder.gemma.gemma_families import save_gemma_model
 from tests.engine.models.eagle3.eagle3_heads import HEAD_DIM, HEAD_FORMS, HEADS, Eagle3Oracle
 from tests.engine.models.gguf import converted
@@ -165,15 +166,25 @@ def test_wrong_tensors(
     assert refusal(saved, changed(saved, tmp_path, {}, tensors), error).startswith(message)
 
 
-def test_no_memory_is_taken_for_sizes_that_the_file_does_not_have(
-    saved: tuple[Eagle3Oracle, str], tmp_path: Path
+def test_sizes_that_the_file_does_not_have_are_refused_before_the_model_is_loaded(
+    saved: tuple[Eagle3Oracle, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(Eagle3Decoder, "load", lambda *_: pytest.fail("the model was loaded"))
     wide = {"hidden_size": 2**18, "num_attention_heads": 4096, "num_key_value_heads": 4096, "head_dim": 64}
     speculation = changed(saved, tmp_path, {**wide, "intermediate_size": 2**20, "target_hidden_size": 96})
     found = refusal(saved, speculation, ModelLoadError)
     assert found.startswith(
-        "'midlayer.input_layernorm.weight' of 'HEAD/model.safetensors' has shape [96], but its config.json says [262"
+        "'fc.weight' of 'HEAD/model.safetensors' has shape [96, 288], but its config.json says [262"
     )
+
+
+def test_no_memory_is_taken_for_sizes_that_the_file_does_not_have(
+    saved: tuple[Eagle3Oracle, str], tmp_path: Path
+) -> None:
+    speculation = changed(saved, tmp_path, {"intermediate_size": 2**20})
+    with little_memory():
+        found = refusal(saved, speculation, ModelLoadError)
+    assert found.startswith("'midlayer.mlp.gate_proj.weight' of 'HEAD/model.safetensors' has shape [")
 
 
 def test_a_head_without_default_layers(saved: tuple[Eagle3Oracle, str], tmp_path: Path) -> None:
