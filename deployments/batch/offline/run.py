@@ -122,7 +122,7 @@ async def _opened(batch: OfflineBatch) -> AsyncIterator[tuple[LineCall, int]]:
     """Yield what sends a line, and how many lines at once."""
     if batch.url is None:
         config = _app_config(batch.config)
-        from deployments.batch.offline.local_engine import local_engine  # it loads torch, for which no mistake waits
+        from deployments.batch.offline.local_engine import local_engine  # slow: it loads torch
 
         async with local_engine(config) as (call, num_lines):
             yield call, num_lines + num_lines // 4
