@@ -16,7 +16,7 @@ enum {
     LINES_OF_PRODUCT = 2,   /* of the cache, that are fetched with each product */
     LINES_OF_BLOCK = 3,     /* and with each block that is decoded */
     NUM_PRODUCTS = 4,       /* that wait to be added: as many as there are tiles of sums */
-    BLOCKS_OF_TURN = 2 * NUM_PRODUCTS,
+    BLOCKS_AT_ONCE = 2 * NUM_PRODUCTS,
     DECODED_BYTES = (BLOCK_WORDS + 2) * LANES * 4, /* of a block: levels, scales, minima */
 };
 
@@ -59,9 +59,9 @@ INLINE void store_sums(float *to, const f32_register *sums, int num_rows) {
     _Pragma("GCC unroll 16") for (int r = 0; r < num_rows; r++) register_store(to + r * LANES, sums[r]);
 }
 
-/* Adds the products of the blocks of a turn to [num_rows, 16]. Each is stored two products later, and added after two
- * more; other orders that were tried take up to an eighth longer. */
-INLINE void take_turn(float *to, operands own, int num_rows) {
+/* Adds the products of eight blocks to [num_rows, 16]. Each is stored two products later, and added after two more; other
+ * orders that were tried take up to an eighth longer. */
+INLINE void multiply_blocks(float *to, operands own, int num_rows) {
 #define ADD(AT) add_products(sums, products[(AT) % NUM_PRODUCTS], own, AT, num_rows)
     _Alignas(64) int32_t products[NUM_PRODUCTS][TILE_ROWS * LANES];
     f32_register sums[TILE_ROWS];
@@ -94,8 +94,8 @@ INLINE void take_turn(float *to, operands own, int num_rows) {
 #undef ADD
 }
 
-/* The same of one block. */
-INLINE void take_block(float *to, operands own, int64_t at, int num_rows) {
+/* Adds the products of one block. */
+INLINE void multiply_block(float *to, operands own, int64_t at, int num_rows) {
     _Alignas(64) int32_t products[TILE_ROWS * LANES];
     f32_register sums[TILE_ROWS];
     load_sums(sums, to, num_rows);
@@ -107,13 +107,13 @@ INLINE void take_block(float *to, operands own, int64_t at, int num_rows) {
 
 /* Adds the products of a tile of rows with some blocks to [num_rows, 16]. */
 INLINE void multiply_tile(float *to, operands own, int64_t num_blocks, int num_rows) {
-    for (; num_blocks >= BLOCKS_OF_TURN; num_blocks -= BLOCKS_OF_TURN) {
-        take_turn(to, own, num_rows);
-        own.rows += BLOCKS_OF_TURN * ROW_BLOCK_WORDS * num_rows;
-        own.blocks += BLOCKS_OF_TURN * DECODED_BYTES;
-        own.fetched += BLOCKS_OF_TURN * LINES_OF_PRODUCT * TILE_STRIDE;
+    for (; num_blocks >= BLOCKS_AT_ONCE; num_blocks -= BLOCKS_AT_ONCE) {
+        multiply_blocks(to, own, num_rows);
+        own.rows += BLOCKS_AT_ONCE * ROW_BLOCK_WORDS * num_rows;
+        own.blocks += BLOCKS_AT_ONCE * DECODED_BYTES;
+        own.fetched += BLOCKS_AT_ONCE * LINES_OF_PRODUCT * TILE_STRIDE;
     }
-    for (int64_t at = 0; at < num_blocks; at++) take_block(to, own, at, num_rows);
+    for (int64_t at = 0; at < num_blocks; at++) multiply_block(to, own, at, num_rows);
 }
 
 /* What the panels of a segment are multiplied with. */

@@ -286,8 +286,9 @@ static void multiply_segment(const linear_call *call, float *sums, const coded_g
 }
 
 #if PAGODA_HAS_TILES
-/* Does what multiply_segment does with words of four panels of floats, from `first_word` on, with AMX's tiles. They are
- * configured for `tile_rows`: that takes as long as tens of products, and is repeated only for another number. */
+/* Multiplies a range of rows with words of four panels of floats, from `first_word` on, with AMX's tiles, and adds to
+ * sums as multiply_segment does. Tiles are configured for `tile_rows`: that takes as long as tens of products, and is
+ * repeated only for another number. */
 static void multiply_floats(const linear_call *call, float *sums, const coded_group *group, int64_t first_word,
                             int64_t num_words, int64_t row, int64_t end_row, int64_t *tile_rows) {
     _Alignas(64) float products[MAX_PANELS_AT_ONCE * TILE_ROWS * LANES];
