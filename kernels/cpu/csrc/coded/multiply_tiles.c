@@ -157,16 +157,15 @@ typedef struct {
     float *sums;
     const uint32_t *rows;
     const uint8_t *panels;
-    const pagoda_code_format *format;
-    pagoda_panel_layout layout;
+    const pagoda_panel_layout *layout;
     int64_t num_blocks, num_segments; /* of an output */
     int tile_rows; /* for which tiles are configured. That takes as long as tens of products */
 } tiles_call;
 
 /* Where the codes of a step begin: steps go over the segments of two panels, and then of the next ones. */
 INLINE const uint8_t *codes_of_step(const tiles_call *call, int64_t step) {
-    return call->panels + step / call->num_segments * PANELS_AT_ONCE * call->layout.panel_bytes +
-           step % call->num_segments * call->layout.segment_bytes;
+    return call->panels + step / call->num_segments * PANELS_AT_ONCE * call->layout->panel_bytes +
+           step % call->num_segments * call->layout->segment_bytes;
 }
 
 /* Multiplies some tiles of `num_rows` rows each, from `row` on, with the panels of a step. */
@@ -185,7 +184,7 @@ void pagoda_multiply_coded_tiles(float *sums, const uint32_t *rows, int64_t num_
                                  const pagoda_code_format *format, const pagoda_panel_layout *layout,
                                  int64_t in_features) {
     const int64_t all_blocks = divide_up(in_features, BLOCK_INPUTS);
-    tiles_call call = {sums, rows, panels, format, *layout, all_blocks, divide_up(all_blocks, SEGMENT_BLOCKS), 0};
+    tiles_call call = {sums, rows, panels, layout, all_blocks, divide_up(all_blocks, SEGMENT_BLOCKS), 0};
     const int64_t num_whole = num_rows / TILE_ROWS, num_others = num_rows % TILE_ROWS;
     uint8_t *decoded = pagoda_scratch(SCRATCH_CODES, PANELS_AT_ONCE * SEGMENT_BLOCKS * DECODED_BYTES);
     for (int64_t step = 0; step < PANELS_OF_GROUP / PANELS_AT_ONCE * call.num_segments; step++) {

@@ -354,8 +354,8 @@ static void multiply_float_group(const linear_call *call, float *sums, const cod
 #endif
 
 /* Does what multiply_group does with coded panels. A segment of them is decoded once for all rows, to the first cache;
- * one row is multiplied without that, unless AMX's tiles do it. They multiply integers for many rows only, and granules
- * of 32 inputs: one of 16 would take as long. */
+ * one row is multiplied without that, unless they are floats and AMX's tiles do it. Tiles multiply integers for many rows
+ * only, and in granules of 32 inputs: one of 16 would take as long. */
 static void multiply_coded_group(const linear_call *call, int64_t panel, int64_t row, int64_t end_row) {
     const pagoda_coded_panels *own = &call->weight->coded[panel / MAX_PANELS_AT_ONCE];
     const int32_t in_features = call->weight->in_features;
